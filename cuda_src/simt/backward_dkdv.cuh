@@ -1,0 +1,160 @@
+// dV = Pᵀ dO and dK = scale * dSᵀ Q: a block owns kRows keys of one kv head, one chunk of channels
+// of both results, and walks over the queries of all heads that read them. Its tiles of P and dS
+// are transposed: keys are rows.
+#pragma once
+
+#include "simt/backward.cuh"
+
+namespace cupy_flash {
+namespace simt {
+
+template <class Traits>
+CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
+  using Element = typename Traits::Element;
+  using Acc = Accumulator<Element>;
+  constexpr int kThreads = Traits::kThreads;
+  constexpr int kM = Traits::kRows / ThreadGrid<kThreads>::kThreadRows;
+  constexpr int kN = Traits::kColumns / kThreadColumns;
+  constexpr int kChunkD = Traits::kChunkD;
+  constexpr int kChunkV = Traits::kChunkV;
+
+  auto& shared = shared_storage<BackwardStorage<Traits>>();
+  const ThreadGrid<kThreads> at;
+  const int head_dim = int(params.head_dim);
+  const int head_dim_v = int(params.head_dim_v);
+  const int group = int(params.heads_q / params.heads_kv);
+  const i64 row_blocks = ceil_div(int(params.seqlen_k), Traits::kRows);
+  const int chunks_d = ceil_div(head_dim, kChunkD);
+  const int chunks_v = ceil_div(head_dim_v, kChunkV);
+  const i64 chunks = max_of(chunks_d, chunks_v);
+  const i64 blocks = row_blocks * chunks * params.heads_kv * batch_size(params);
+
+  for (i64 block = blockIdx.x; block < blocks; block += gridDim.x) {
+    i64 rest = block;
+    // First keys first: under a causal mask they are seen by most queries.
+    const int row0 = int(rest % row_blocks) * Traits::kRows;
+    rest /= row_blocks;
+    const int chunk = int(rest % chunks);
+    rest /= chunks;
+    const int kv_head = int(rest % params.heads_kv);
+    const BatchIndex<Traits::kBatchAxes> batch(params, rest / params.heads_kv);
+    const bool has_dk = chunk < chunks_d;
+    const bool has_dv = chunk < chunks_v;
+
+    const Seqlen seqlen(params, batch);
+    const auto k = head_matrix<const Element>(params.k, params.k_strides, batch, kv_head);
+    const auto v = head_matrix<const Element>(params.v, params.v_strides, batch, kv_head);
+
+    __syncthreads();  // the previous round has read its tiles
+    if constexpr (Traits::kResident) {
+      load_chunk<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, 0, head_dim);
+      load_chunk<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, 0, head_dim_v);
+    }
+
+    Acc dk[kM][kChunkD / kThreadColumns] = {};
+    Acc dv[kM][kChunkV / kThreadColumns] = {};
+    for (int member = 0; member < group; ++member) {
+      const int head = kv_head * group + member;
+      const Mask<Traits> mask(params, batch, head, seqlen);
+      const Logits<Traits> logits(params, batch, head, seqlen);
+      const auto q = head_matrix<const Element>(params.q, params.q_strides, batch, head);
+      const auto dout = head_matrix<const Element>(params.dout, params.dout_strides, batch, head);
+      const RowTermReader<Traits> reader(params, batch, head, seqlen.q);
+
+      const Range queries = mask.band.queries_of(row0, row0 + Traits::kRows);
+      for (int query0 = queries.begin / Traits::kColumns * Traits::kColumns;
+           query0 < queries.end; query0 += Traits::kColumns) {
+        RowTerms<Acc> terms[kN];
+#pragma unroll
+        for (int j = 0; j < kN; ++j) terms[j] = reader.read(query0 + at.column(j));
+
+        // Sᵀ = K Qᵀ
+        Acc s[kM][kN] = {};
+        for (int d0 = 0; d0 < head_dim; d0 += kChunkD) {
+          __syncthreads();
+          if constexpr (Traits::kResident) {
+            load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, 0, head_dim_v);
+          } else {
+            load_chunk<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, d0, head_dim);
+          }
+          load_chunk<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, d0, head_dim);
+          __syncthreads();
+          multiply_transposed<kChunkD>(s, shared.a_d(), shared.b_d(), at);
+        }
+
+        // dPᵀ = V dOᵀ
+        Acc dp[kM][kN] = {};
+        for (int d0 = 0; d0 < head_dim_v; d0 += kChunkV) {
+          if constexpr (!Traits::kResident) {
+            __syncthreads();
+            load_chunk<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, d0, head_dim_v);
+            load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, d0, head_dim_v);
+            __syncthreads();
+          }
+          multiply_transposed<kChunkV>(dp, shared.a_v(), shared.b_v(), at);
+        }
+
+        // P = exp(S - lse) into the shared tile, dS = P (dP - delta) kept for later
+        const bool all_visible = mask.all_visible(query0, query0 + Traits::kColumns, row0,
+                                                  row0 + Traits::kRows);
+#pragma unroll
+        for (int i = 0; i < kM; ++i) {
+#pragma unroll
+          for (int j = 0; j < kN; ++j) {
+            const int query = query0 + at.column(j);
+            const int key = row0 + at.row(i);
+            Acc p = Acc(0);
+            Acc ds = Acc(0);
+            if (all_visible || mask.visible(query, key)) {
+              Acc chain;
+              p = probability(logits, terms[j], s[i][j], query, key, chain);
+              if (p != Acc(0)) ds = p * (dp[i][j] - terms[j].delta) * chain;
+            }
+            shared.weights.row(at.row(i))[at.column(j)] = p;
+            s[i][j] = ds;
+          }
+        }
+        if constexpr (!Traits::kResident) {
+          __syncthreads();
+          load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, chunk * kChunkV,
+                                        head_dim_v);
+        }
+        __syncthreads();
+
+        // dV += Pᵀ dO
+        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), at, false);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kM; ++i) {
+#pragma unroll
+          for (int j = 0; j < kN; ++j) shared.weights.row(at.row(i))[at.column(j)] = s[i][j];
+        }
+        if constexpr (!Traits::kResident) {
+          load_chunk<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, chunk * kChunkD,
+                                        head_dim);
+        }
+        __syncthreads();
+
+        // dK += dSᵀ Q
+        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), at, false);
+      }
+    }
+
+    Acc one[kM];
+    Acc scale[kM];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      one[i] = Acc(1);
+      scale[i] = Acc(params.scale);
+    }
+    const auto dk_out = head_matrix<Element>(params.dk, params.dk_strides, batch, kv_head);
+    const auto dv_out = head_matrix<Element>(params.dv, params.dv_strides, batch, kv_head);
+    store_rows<kChunkD>(dk_out, dk, scale, at, row0, int(params.seqlen_k), chunk * kChunkD,
+                        min_of(head_dim, (chunk + 1) * kChunkD));
+    store_rows<kChunkV>(dv_out, dv, one, at, row0, int(params.seqlen_k), chunk * kChunkV,
+                        min_of(head_dim_v, (chunk + 1) * kChunkV));
+  }
+}
+
+}  // namespace simt
+}  // namespace cupy_flash

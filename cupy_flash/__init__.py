@@ -1,0 +1,16 @@
+"""FlashAttention for CuPy and NumPy arrays: exact attention in O(S) memory."""
+
+from .attention import (
+    explain,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_vjp,
+)
+
+__all__ = [
+    "explain",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_vjp",
+]
+__version__ = "0.1.0"

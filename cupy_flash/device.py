@@ -1,0 +1,258 @@
+"""What stands below `launch`: devices that hold arrays and run kernels.
+
+Everything above talks to a `Device`. `CuPyDevice` is a CUDA device through CuPy;
+anything else (a simulator) takes part by giving its arrays an attribute
+``__cupy_flash_device__`` that returns its own `Device`. NumPy arrays without
+that attribute lie on the host, which is no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .problem import ArrayInfo
+
+_CUDA_DLPACK_TYPES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The facts about a GPU that decide which kernel it gets.
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : int
+        Ten times the major version plus the minor one: 90 for 9.0.
+    multiprocessors : int
+    shared_memory : int
+        Bytes of dynamic shared memory a block can ask for.
+    nvrtc : tuple of int
+        Version of the run-time compiler, (0, 0) if there is none.
+    """
+
+    name: str
+    compute_capability: int
+    multiprocessors: int
+    shared_memory: int
+    nvrtc: tuple[int, int]
+
+
+# Shared memory a block can have, in KiB, and multiprocessors of a usual card, for
+# plans made without the GPU. Source: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
+_KNOWN = {
+    50: (48, 5), 52: (48, 16), 53: (48, 2), 60: (48, 56), 61: (48, 20), 62: (48, 2),
+    70: (96, 80), 72: (96, 8), 75: (64, 40), 80: (163, 108), 86: (99, 82),
+    87: (163, 16), 89: (99, 128), 90: (227, 132), 100: (227, 148), 103: (227, 148),
+    110: (227, 20), 120: (99, 170), 121: (99, 48),
+}  # fmt: skip
+
+
+class Device(Protocol):
+    """Where arrays lie and kernels run."""
+
+    info: DeviceInfo
+
+    def describe(self, array: Any) -> ArrayInfo:
+        """Return what validation and planning need to know of an array."""
+
+    def pointer(self, array: Any) -> int:
+        """Return the address of the array's first element."""
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """Return a new uninitialised C-contiguous array, to be given to the user."""
+
+    def temporary(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """Return workspace for the present call; it outlives what is launched."""
+
+    def dense_copy(self, array: Any) -> Any:
+        """Return an aligned C-contiguous copy in workspace."""
+
+    def clear(self, array: Any) -> None:
+        """Fill an array with zeros on the current stream."""
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Copy an array to the host, which waits for it."""
+
+    def active(self) -> AbstractContextManager:
+        """Return a context in which this is the current device."""
+
+    def kernel(self, spec: Any) -> Any:
+        """Compile or look up the kernel and return what `launch` takes."""
+
+    def launch(
+        self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
+    ) -> None:
+        """Enqueue a kernel on the current stream."""
+
+
+class CuPyDevice:
+    """A CUDA device, through CuPy."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.index = index
+        self._cupy = cupy
+        self._on_current = contextlib.nullcontext()
+        self._kernels: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def info(self) -> DeviceInfo:
+        """The facts about this GPU."""
+        from .compiler import nvrtc_version
+
+        runtime = self._cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(self.index)
+        return DeviceInfo(
+            name=properties["name"].decode(),
+            compute_capability=10 * properties["major"] + properties["minor"],
+            multiprocessors=properties["multiProcessorCount"],
+            shared_memory=properties["sharedMemPerBlockOptin"]
+            or properties["sharedMemPerBlock"],
+            nvrtc=nvrtc_version(),
+        )
+
+    def describe(self, array: Any) -> ArrayInfo:
+        """Return what validation and planning need to know of an array."""
+        return ArrayInfo(array.shape, array.strides, array.dtype, array.data.ptr & 15)
+
+    def pointer(self, array: Any) -> int:
+        """Return the address of the array's first element."""
+        return array.data.ptr
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """Return a new uninitialised C-contiguous array."""
+        return self._cupy.ndarray(shape, dtype)
+
+    def temporary(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """Return workspace for the present call.
+
+        Usually it comes from CuPy's pool, whose order of reuse is that of the
+        stream. A graph that is being captured runs later, when the pool may have
+        given the memory to somebody else, so there the allocation becomes a node
+        of the graph.
+        """
+        if not self._cupy.cuda.get_current_stream().is_capturing():
+            return self._cupy.ndarray(shape, dtype)
+        size = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        return self._cupy.ndarray(
+            shape, dtype, memptr=self._cupy.cuda.malloc_async(size)
+        )
+
+    def dense_copy(self, array: Any) -> Any:
+        """Return an aligned C-contiguous copy in workspace.
+
+        It is copied byte by byte, because the GPU can't load an element from an
+        address that isn't a multiple of its size.
+        """
+        as_bytes = self._cupy.ndarray(
+            (*array.shape, array.itemsize),
+            np.uint8,
+            memptr=array.data,
+            strides=(*array.strides, 1),
+        )
+        copy = self.temporary(as_bytes.shape, np.dtype(np.uint8))
+        copy[...] = as_bytes
+        return copy.view(array.dtype).reshape(array.shape)
+
+    def clear(self, array: Any) -> None:
+        """Fill an array with zeros on the current stream."""
+        array.fill(0)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Copy an array to the host, which waits for it."""
+        return array.get()
+
+    def active(self) -> AbstractContextManager:
+        """Return a context in which this is the current device."""
+        if self._cupy.cuda.runtime.getDevice() == self.index:
+            return self._on_current
+        return self._cupy.cuda.Device(self.index)
+
+    def kernel(self, spec: Any) -> Any:
+        """Compile or look up the kernel; the device must be current."""
+        kernel = self._kernels.get(spec)
+        if kernel is None:
+            from .compiler import load
+
+            kernel = self._kernels[spec] = load(spec, self.info)
+        return kernel
+
+    def launch(
+        self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
+    ) -> None:
+        """Enqueue a kernel on the current stream."""
+        kernel((grid,), (block,), (params,), shared)
+
+
+@functools.cache
+def cupy_device(index: int) -> CuPyDevice:
+    """Return the one object that stands for a CUDA device."""
+    return CuPyDevice(index)
+
+
+def hypothetical(name: str) -> DeviceInfo:
+    """Return the facts about a GPU that need not be there, such as ``"sm_86"``."""
+    match = re.fullmatch(r"sm_?(\d{2,3})a?", str(name))
+    if match is None or int(match[1]) not in _KNOWN:
+        known = ", ".join(f"sm_{c}" for c in _KNOWN)
+        raise ValueError(f"device is {name!r}; accepted: {known}")
+    from .compiler import nvrtc_version
+
+    capability = int(match[1])
+    kib, multiprocessors = _KNOWN[capability]
+    return DeviceInfo(
+        f"sm_{capability}", capability, multiprocessors, kib * 1024, nvrtc_version()
+    )
+
+
+def _is_cupy(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
+
+
+def owner(name: str, array: Any) -> tuple[Device | None, Any]:
+    """Return the device that holds an array, None for the host, and the array.
+
+    A foreign array on a CUDA device comes back as a CuPy view of its memory.
+
+    Raises
+    ------
+    TypeError
+        If the object isn't an array, or is a foreign array on the host.
+    """
+    hook = getattr(array, "__cupy_flash_device__", None)
+    if hook is not None:
+        return hook(), array
+    if isinstance(array, np.ndarray):
+        return None, array
+    if _is_cupy(array):
+        return cupy_device(array.data.device_id), array
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    where = getattr(array, "__dlpack_device__", None)
+    if where is None:
+        raise TypeError(
+            f"{name} is a {kind}; accepted: a CuPy array, a NumPy array, or an object "
+            "with __dlpack__ on a CUDA device"
+        )
+    device_type, index = where()
+    if device_type not in _CUDA_DLPACK_TYPES:
+        raise TypeError(
+            f"{name} is a {kind} that doesn't lie on a CUDA device; accepted: a CuPy "
+            "array, a NumPy array, or an object with __dlpack__ on a CUDA device"
+        )
+    import cupy
+
+    # A torch tensor that requires a gradient refuses to be exported as it is.
+    array = array.detach() if hasattr(array, "detach") else array
+    with cupy.cuda.Device(index):
+        return cupy_device(index), cupy.from_dlpack(array)
