@@ -9,7 +9,7 @@ from . import cpu, launch
 from .device import Device
 from .plan import Plan
 from .problem import Options
-from .validate import gather
+from .validate import check_bias_grad, gather
 
 Window = tuple[int | None, int | None]
 
@@ -238,6 +238,7 @@ def flash_attention_vjp(
         ``vjp(dout, dlse=None)`` returns what `flash_attention_backward` returns. It
         keeps the arrays of the call, which must not be changed in between.
     """
+    check_bias_grad(bias_grad, bias)
     same = dict(
         causal=causal, window=window, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, q_lengths=q_lengths,

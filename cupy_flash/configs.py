@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+FAMILIES = ("simt",)
+
+
 @dataclass(frozen=True, slots=True)
 class SimtTile:
     """A tile of the family `simt`.

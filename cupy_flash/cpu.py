@@ -16,8 +16,6 @@ serve all of them in one matrix product and are never repeated.
    arXiv:1805.02867.
 """
 
-# ruff: noqa: E741  (l and O are the paper's letters)
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 # A tile of logits is about _ROWS x _KEYS for each of several kv heads, _TILE elements
 # in all: long enough for a fast matrix product, small enough for the cache.
-_ROWS = 256
+_ROWS = 512
 _KEYS = 512
 _TILE = 1 << 18
 # How long may_share_memory searches before it assumes that two arrays overlap.
@@ -95,9 +93,9 @@ def _check_output(name: str, arrays: Arrays) -> None:
             )
 
 
-# Legal inputs overflow, underflow and make NaN below: infinitely far logits, small
-# weights, hidden keys that hold NaN, rows that see no key, results too large for
-# float16. None of it is worth a warning.
+# Legal inputs make numbers overflow, underflow and turn into NaN below: a bias of -inf,
+# tiny weights, NaN in hidden keys, the logarithm of the sum of a row that sees no key,
+# results too large for float16. None of it is worth a warning.
 @np.errstate(all="ignore")
 def _forward(problem: Problem, arrays: Arrays) -> None:
     """Write out, and lse if it is asked for."""
@@ -112,10 +110,11 @@ def _forward(problem: Problem, arrays: Arrays) -> None:
             for keys, visible in sequence.key_tiles(rows):
                 K, V = sequence.load("k", keys), sequence.load("v", keys)
                 S, _ = sequence.logits(Q, K, rows, keys, visible)
+
                 m_new = np.maximum(m, S.max(-1, keepdims=True))
                 # While a row has seen no key, -inf - -inf would be NaN.
                 shift = np.where(m_new == -np.inf, 0, m_new)
-                P = np.exp(S - shift)
+                P = _exp(S - shift)
                 rescale = np.exp(m - shift)
                 l = l * rescale + P.sum(-1, keepdims=True)
                 O = O * rescale + _product(P, V, S)
@@ -147,14 +146,22 @@ def _backward(problem: Problem, arrays: Arrays) -> None:
             for keys, visible in sequence.key_tiles(rows):
                 K, V = sequence.load("k", keys), sequence.load("v", keys)
                 S, slope = sequence.logits(Q, K, rows, keys, visible)
+                # What a row doesn't see is set to 0 rather than multiplied by it,
+                # because lse, dP or the slope may be NaN there.
+                hidden = S == -np.inf
+
                 # Rounding may put a logit a little above its row's lse: where both
                 # are huge, this little is enough for exp to overflow.
-                P = np.exp(np.minimum(S - lse, 0))
+                P = _exp(np.minimum(S - lse, 0))
+                P[hidden] = 0
                 dP = dO @ _transposed(V)
-                dS = _clear_hidden(P * (dP - delta), S)
+                dS = P * (dP - delta)
+                dS[hidden] = 0
                 sequence.add_to_dbias(dS, rows, keys)
                 if slope is not None:
-                    dS = _clear_hidden(dS * slope, S)
+                    dS *= slope
+                    dS[hidden] = 0
+
                 dQ += _product(dS, K, S)
                 dK[:, keys] += _product(_transposed(dS), Q, _transposed(S))
                 dV[:, keys] += _product(_transposed(P), dO, _transposed(S))
@@ -163,6 +170,17 @@ def _backward(problem: Problem, arrays: Arrays) -> None:
         sequence.store("dv", sequence.all_keys, dV)
     for name, total in sums.items():
         arrays[name][...] = total
+
+
+def _exp(x: np.ndarray) -> np.ndarray:
+    """Return exp(x), or 0 where that is too small for a normal number.
+
+    A matrix product over subnormal numbers can take ten times as long, and far keys
+    make many of them under ALiBi.
+    """
+    result = np.exp(x)
+    result[result < np.finfo(x.dtype).tiny] = 0
+    return result
 
 
 def _product(weights: np.ndarray, x: np.ndarray, S: np.ndarray) -> np.ndarray:
@@ -184,12 +202,6 @@ def _product(weights: np.ndarray, x: np.ndarray, S: np.ndarray) -> np.ndarray:
         seen = S[head, :, j] != -np.inf
         result[head, seen] += weights[head, seen, j, None] * x[head, j]
     return result
-
-
-def _clear_hidden(x: np.ndarray, S: np.ndarray) -> np.ndarray:
-    """Set x to 0 where S is -inf: a selection, because x may be NaN there."""
-    np.copyto(x, 0, where=S == -np.inf)
-    return x
 
 
 def _transposed(x: np.ndarray) -> np.ndarray:

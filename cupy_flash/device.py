@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -216,8 +216,9 @@ def hypothetical(name: str) -> DeviceInfo:
     )
 
 
-def _is_cupy(array: Any) -> bool:
-    return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
+# How to get from an array to its device, for the types that have been met; the host
+# is None. A dictionary, because every array of every call is looked up.
+_RESOLVERS: dict[type, Callable[[Any], Device | None]] = {np.ndarray: lambda _: None}
 
 
 def owner(name: str, array: Any) -> tuple[Device | None, Any]:
@@ -230,25 +231,37 @@ def owner(name: str, array: Any) -> tuple[Device | None, Any]:
     TypeError
         If the object isn't an array, or is a foreign array on the host.
     """
-    hook = getattr(array, "__cupy_flash_device__", None)
-    if hook is not None:
-        return hook(), array
+    resolve = _RESOLVERS.get(type(array))
+    if resolve is not None:
+        return resolve(array), array
+    if hasattr(array, "__cupy_flash_device__"):
+        _RESOLVERS[type(array)] = lambda a: a.__cupy_flash_device__()
+        return array.__cupy_flash_device__(), array
     if isinstance(array, np.ndarray):
         return None, array
-    if _is_cupy(array):
-        return cupy_device(array.data.device_id), array
+    if type(array).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        if isinstance(array, cupy.ndarray):
+            _RESOLVERS[cupy.ndarray] = lambda a: cupy_device(a.data.device_id)
+            return cupy_device(array.data.device_id), array
+    return _import(name, array)
+
+
+def _import(name: str, array: Any) -> tuple[Device, Any]:
+    """View a foreign array on a CUDA device as a CuPy array."""
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    accepted = (
+        "accepted: a CuPy array, a NumPy array, or an object with __dlpack__ on a CUDA "
+        "device"
+    )
     where = getattr(array, "__dlpack_device__", None)
     if where is None:
-        raise TypeError(
-            f"{name} is a {kind}; accepted: a CuPy array, a NumPy array, or an object "
-            "with __dlpack__ on a CUDA device"
-        )
+        raise TypeError(f"{name} is a {kind}; {accepted}")
     device_type, index = where()
     if device_type not in _CUDA_DLPACK_TYPES:
         raise TypeError(
-            f"{name} is a {kind} that doesn't lie on a CUDA device; accepted: a CuPy "
-            "array, a NumPy array, or an object with __dlpack__ on a CUDA device"
+            f"{name} is a {kind} that doesn't lie on a CUDA device; {accepted}"
         )
     import cupy
 

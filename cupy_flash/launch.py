@@ -7,7 +7,7 @@ allocates its outputs, fills in the addresses and launches.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,14 @@ class _Prepared:
     plan: Plan
     template: Template
     outputs: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+    launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
+
+    def load(self, device: Device) -> None:
+        """Get the kernels ready, which compiles those that were never used before."""
+        self.launches[:] = [
+            (device.kernel(step.spec), step.grid, step.block, step.shared_memory)
+            for step in self.plan.steps
+        ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,6 +75,8 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
             return run(device, arrays, options)
         if settings.debug:
             _check_device_lengths(device, arrays, prepared.problem)
+        if len(prepared.launches) != len(prepared.plan.steps):
+            prepared.load(device)
         return _launch(device, arrays, prepared)
 
 
@@ -85,17 +95,15 @@ def _launch(
             _refuse_overlap(name, array)
         results.append(array)
     plan = prepared.plan
-    workspace = [device.temporary(w.shape, w.dtype) for w in plan.workspace]
-    for entry, array in zip(plan.workspace, workspace, strict=True):
-        addresses[entry.name] = pointer(array)
-    for name, array in zip(prepared.problem.outputs, results, strict=True):
-        if name in plan.cleared:
-            device.clear(array)
+    workspace = []  # is freed when this function returns, in the order of the stream
+    for entry in plan.workspace:
+        workspace.append(device.temporary(entry.shape, entry.dtype))
+        addresses[entry.name] = pointer(workspace[-1])
+    for name in plan.cleared:
+        device.clear(results[prepared.problem.outputs.index(name)])
     params = prepared.template.fill(addresses)
-    for step in plan.steps:
-        device.launch(
-            device.kernel(step.spec), step.grid, step.block, step.shared_memory, params
-        )
+    for launch in prepared.launches:
+        device.launch(*launch, params)
     return tuple(results)
 
 

@@ -78,7 +78,11 @@ def merge_batch_axes(problem: Problem) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The struct without its addresses, which come first in it."""
+    """The struct without its addresses, which come first in it.
+
+    `dtype` is an opaque one of the struct's size: CuPy asks an argument for its
+    array interface, which lists each field of a structured dtype.
+    """
 
     dtype: np.dtype
     tail: bytes
@@ -118,7 +122,8 @@ def make_template(problem: Problem, dbias_splits: int) -> Template:
     params["dbias_splits"] = dbias_splits
     params["scale"] = problem.scale
     params["softcap"] = problem.softcap
-    return Template(dtype, params.tobytes()[8 * len(POINTERS) :])
+    opaque = np.dtype(f"V{dtype.itemsize}")
+    return Template(opaque, params.tobytes()[8 * len(POINTERS) :])
 
 
 def _element_strides(operand: Operand, batch: Batch, axes: int) -> list[int]:

@@ -115,7 +115,7 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     Raises
     ------
     ValueError
-        If ``config=`` names something that there isn't or that doesn't fit.
+        If ``config=`` asks for a tile that doesn't fit.
     """
     reasons: list[str] = []
     copies = _misaligned(problem, reasons)
@@ -155,15 +155,10 @@ def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
 
 
 def _forced_tile(problem: Problem, reasons: list[str]) -> SimtTile | None:
-    config = problem.config
-    if config is None or config == "simt":
+    if not isinstance(problem.config, SimtTile):
         return None
-    if isinstance(config, SimtTile):
-        reasons.append(f"config= asks for tile {config.name}")
-        return config
-    raise ValueError(
-        f"config is {config!r}; accepted: None, 'simt', or a cupy_flash.configs.SimtTile"
-    )
+    reasons.append(f"config= asks for tile {problem.config.name}")
+    return problem.config
 
 
 def _variant(problem: Problem, reasons: list[str]) -> Variant:

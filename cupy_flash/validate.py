@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from .configs import FAMILIES, SimtTile
 from .device import Device, owner
 from .dtypes import ELEMENT_TYPES, FLOAT_NAMES, accumulator
 from .problem import ArrayInfo, Operand, Options, Problem
@@ -42,6 +43,13 @@ def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
         raise ValueError(f"layout is {options.layout!r}; accepted: 'bshd', 'bhsd'")
     dtype = _common_dtype(arrays)
     precision = _precision(options.precision, dtype)
+    _check_config(options.config)
+    ranks = {len(arrays[name].shape) for name in "qkv"}
+    if len(ranks) != 1:
+        raise ValueError(
+            "q, k and v must have the same number of axes; they have shapes "
+            + ", ".join(str(arrays[name].shape) for name in "qkv")
+        )
     q, k, v = (_sequence_operand(n, arrays[n], options.layout) for n in "qkv")
     _check_shapes(q, k, v, options.layout)
     batch = q.shape[:-3]
@@ -163,6 +171,12 @@ def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
     )
 
 
+def check_bias_grad(bias_grad: bool, bias: object) -> None:
+    """Raise ValueError if the gradient of a bias that isn't there is asked for."""
+    if bias_grad and bias is None:
+        raise ValueError("bias_grad=True needs a bias")
+
+
 def check_length_values(name: str, lengths: np.ndarray, limit: int) -> None:
     """Raise ValueError unless every length on the host is in ``[0, limit]``."""
     if lengths.size and not (0 <= lengths.min() and lengths.max() <= limit):
@@ -250,11 +264,6 @@ def _axes(layout: str) -> str:
 
 def _check_shapes(q: Operand, k: Operand, v: Operand, layout: str) -> None:
     axes = _axes(layout)
-    if not len(q.shape) == len(k.shape) == len(v.shape):
-        raise ValueError(
-            "q, k and v must have the same number of axes; as "
-            f"{axes} they are {q.shape}, {k.shape}, {v.shape}"
-        )
     for name, other in (("k", k), ("v", v)):
         if other.shape[:-3] != q.shape[:-3]:
             raise ValueError(
@@ -400,9 +409,8 @@ def _contiguous(name: str, shape: tuple[int, ...], dtype: np.dtype) -> Operand:
 def _bias_gradient(
     arrays: Mapping[str, ArrayInfo], logits: tuple[int, ...], single_head: bool
 ) -> Operand:
-    if "bias" not in arrays:
-        raise ValueError("bias_grad=True needs a bias")
-    bias = arrays["bias"]
+    bias = arrays.get("bias")
+    check_bias_grad(True, bias)
     dense = ArrayInfo(
         bias.shape, contiguous_strides(bias.shape, bias.dtype), bias.dtype
     )
@@ -428,8 +436,16 @@ def _expect_shape(
     return operand
 
 
+def _check_config(config: object) -> None:
+    if config not in (None, *FAMILIES) and not isinstance(config, SimtTile):
+        raise ValueError(
+            f"config is {config!r}; accepted: None, one of the families {FAMILIES}, or "
+            "a tile of cupy_flash.configs"
+        )
+
+
 def _check_writable(name: str, info: ArrayInfo) -> None:
-    if any(
+    if 0 not in info.shape and any(
         stride == 0 and size > 1
         for size, stride in zip(info.shape, info.strides, strict=True)
     ):

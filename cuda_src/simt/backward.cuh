@@ -30,14 +30,9 @@ struct BackwardStorage {
   CUPY_FLASH_DEVICE auto& b_v() { return b[kCopies - 1]; }
 };
 
-// load_tile of one chunk of channels into a tile that may be wider than the chunk.
-template <int kChunk, int kThreads, class TileType, class Element>
-CUPY_FLASH_DEVICE bool load_chunk(TileType& tile, const Matrix<const Element>& matrix, int row0,
-                                  int row_end, int column0, int column_end) {
-  return load_tile<kThreads, Accumulator<Element>, TileType::kRows, TileType::kColumns,
-                   TileType::kRows, kChunk>(tile, matrix, row0, row_end, column0,
-                                            min_of(column_end, column0 + kChunk));
-}
+// S and dP are spread over the threads in small squares, the results in larger ones.
+template <int kThreads>
+using LogitGrid = ThreadGrid<kThreads, 8, 8>;
 
 // One row's part of the softmax's derivative: its lse and delta.
 template <class Acc>

@@ -13,14 +13,14 @@ CUPY_FLASH_DEVICE void backward_dbias(const Params<Traits::kBatchAxes>& params) 
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
-  constexpr int kM = Traits::kRows / ThreadGrid<kThreads>::kThreadRows;
-  constexpr int kN = Traits::kColumns / kThreadColumns;
+  constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
+  constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
   constexpr int kChunkD = Traits::kChunkD;
   constexpr int kChunkV = Traits::kChunkV;
   static_assert(!Traits::kResident, "each tile belongs to another head");
 
   auto& shared = shared_storage<BackwardStorage<Traits>>();
-  const ThreadGrid<kThreads> at;
+  const LogitGrid<kThreads> at;
   const BiasTiles<Traits> tiles(params);
   const int head_dim = int(params.head_dim);
   const int head_dim_v = int(params.head_dim_v);
@@ -55,16 +55,16 @@ CUPY_FLASH_DEVICE void backward_dbias(const Params<Traits::kBatchAxes>& params) 
       Acc s[kM][kN] = {};
       for (int d0 = 0; d0 < head_dim; d0 += kChunkD) {
         __syncthreads();
-        load_chunk<kChunkD, kThreads>(shared.a_d(), q, query0, seqlen.q, d0, head_dim);
-        load_chunk<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
+        load_tile<kChunkD, kThreads>(shared.a_d(), q, query0, seqlen.q, d0, head_dim);
+        load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
         __syncthreads();
         multiply_transposed<kChunkD>(s, shared.a_d(), shared.b_d(), at);
       }
       Acc dp[kM][kN] = {};
       for (int d0 = 0; d0 < head_dim_v; d0 += kChunkV) {
         __syncthreads();
-        load_chunk<kChunkV, kThreads>(shared.a_v(), dout, query0, seqlen.q, d0, head_dim_v);
-        load_chunk<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, d0, head_dim_v);
+        load_tile<kChunkV, kThreads>(shared.a_v(), dout, query0, seqlen.q, d0, head_dim_v);
+        load_tile<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, d0, head_dim_v);
         __syncthreads();
         multiply_transposed<kChunkV>(dp, shared.a_v(), shared.b_v(), at);
       }

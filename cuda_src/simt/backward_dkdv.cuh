@@ -13,13 +13,15 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
-  constexpr int kM = Traits::kRows / ThreadGrid<kThreads>::kThreadRows;
-  constexpr int kN = Traits::kColumns / kThreadColumns;
+  constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
+  constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
+  constexpr int kOutputRows = Traits::kRows / OutputGrid<kThreads>::kHeight;
   constexpr int kChunkD = Traits::kChunkD;
   constexpr int kChunkV = Traits::kChunkV;
 
   auto& shared = shared_storage<BackwardStorage<Traits>>();
-  const ThreadGrid<kThreads> at;
+  const LogitGrid<kThreads> at;
+  const OutputGrid<kThreads> out_at;
   const int head_dim = int(params.head_dim);
   const int head_dim_v = int(params.head_dim_v);
   const int group = int(params.heads_q / params.heads_kv);
@@ -47,12 +49,12 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
 
     __syncthreads();  // the previous round has read its tiles
     if constexpr (Traits::kResident) {
-      load_chunk<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, 0, head_dim);
-      load_chunk<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, 0, head_dim_v);
+      load_tile<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, 0, head_dim);
+      load_tile<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, 0, head_dim_v);
     }
 
-    Acc dk[kM][kChunkD / kThreadColumns] = {};
-    Acc dv[kM][kChunkV / kThreadColumns] = {};
+    Acc dk[kOutputRows][kChunkD / kOutputWidth] = {};
+    Acc dv[kOutputRows][kChunkV / kOutputWidth] = {};
     for (int member = 0; member < group; ++member) {
       const int head = kv_head * group + member;
       const Mask<Traits> mask(params, batch, head, seqlen);
@@ -73,11 +75,11 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         for (int d0 = 0; d0 < head_dim; d0 += kChunkD) {
           __syncthreads();
           if constexpr (Traits::kResident) {
-            load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, 0, head_dim_v);
+            load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, 0, head_dim_v);
           } else {
-            load_chunk<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, d0, head_dim);
+            load_tile<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, d0, head_dim);
           }
-          load_chunk<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, d0, head_dim);
+          load_tile<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, d0, head_dim);
           __syncthreads();
           multiply_transposed<kChunkD>(s, shared.a_d(), shared.b_d(), at);
         }
@@ -87,8 +89,8 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         for (int d0 = 0; d0 < head_dim_v; d0 += kChunkV) {
           if constexpr (!Traits::kResident) {
             __syncthreads();
-            load_chunk<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, d0, head_dim_v);
-            load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, d0, head_dim_v);
+            load_tile<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, d0, head_dim_v);
+            load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, d0, head_dim_v);
             __syncthreads();
           }
           multiply_transposed<kChunkV>(dp, shared.a_v(), shared.b_v(), at);
@@ -116,13 +118,13 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         }
         if constexpr (!Traits::kResident) {
           __syncthreads();
-          load_chunk<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, chunk * kChunkV,
+          load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, chunk * kChunkV,
                                         head_dim_v);
         }
         __syncthreads();
 
         // dV += Pᵀ dO
-        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), at, false);
+        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), out_at, false);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
@@ -130,28 +132,28 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
           for (int j = 0; j < kN; ++j) shared.weights.row(at.row(i))[at.column(j)] = s[i][j];
         }
         if constexpr (!Traits::kResident) {
-          load_chunk<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, chunk * kChunkD,
+          load_tile<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, chunk * kChunkD,
                                         head_dim);
         }
         __syncthreads();
 
         // dK += dSᵀ Q
-        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), at, false);
+        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), out_at, false);
       }
     }
 
-    Acc one[kM];
-    Acc scale[kM];
+    Acc one[kOutputRows];
+    Acc scale[kOutputRows];
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
+    for (int i = 0; i < kOutputRows; ++i) {
       one[i] = Acc(1);
       scale[i] = Acc(params.scale);
     }
     const auto dk_out = head_matrix<Element>(params.dk, params.dk_strides, batch, kv_head);
     const auto dv_out = head_matrix<Element>(params.dv, params.dv_strides, batch, kv_head);
-    store_rows<kChunkD>(dk_out, dk, scale, at, row0, int(params.seqlen_k), chunk * kChunkD,
+    store_rows<kChunkD>(dk_out, dk, scale, out_at, row0, int(params.seqlen_k), chunk * kChunkD,
                         min_of(head_dim, (chunk + 1) * kChunkD));
-    store_rows<kChunkV>(dv_out, dv, one, at, row0, int(params.seqlen_k), chunk * kChunkV,
+    store_rows<kChunkV>(dv_out, dv, one, out_at, row0, int(params.seqlen_k), chunk * kChunkV,
                         min_of(head_dim_v, (chunk + 1) * kChunkV));
   }
 }

@@ -11,14 +11,16 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
-  constexpr int kM = Traits::kRows / ThreadGrid<kThreads>::kThreadRows;
-  constexpr int kN = Traits::kColumns / kThreadColumns;
-  constexpr int kOutput = Traits::kChunkD / kThreadColumns;
+  constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
+  constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
+  constexpr int kOutputRows = Traits::kRows / OutputGrid<kThreads>::kHeight;
+  constexpr int kOutput = Traits::kChunkD / kOutputWidth;
   constexpr int kChunkD = Traits::kChunkD;
   constexpr int kChunkV = Traits::kChunkV;
 
   auto& shared = shared_storage<BackwardStorage<Traits>>();
-  const ThreadGrid<kThreads> at;
+  const LogitGrid<kThreads> at;
+  const OutputGrid<kThreads> out_at;
   const int head_dim = int(params.head_dim);
   const int head_dim_v = int(params.head_dim_v);
   const i64 row_blocks = ceil_div(int(params.seqlen_q), Traits::kRows);
@@ -45,15 +47,15 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
 
     __syncthreads();  // the previous round has read its tiles
     if constexpr (Traits::kResident) {
-      load_chunk<kChunkD, kThreads>(shared.a_d(), q, row0, seqlen.q, 0, head_dim);
-      load_chunk<kChunkV, kThreads>(shared.a_v(), dout, row0, seqlen.q, 0, head_dim_v);
+      load_tile<kChunkD, kThreads>(shared.a_d(), q, row0, seqlen.q, 0, head_dim);
+      load_tile<kChunkV, kThreads>(shared.a_v(), dout, row0, seqlen.q, 0, head_dim_v);
     }
     const RowTermReader<Traits> reader(params, batch, head, seqlen.q);
     RowTerms<Acc> terms[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) terms[i] = reader.read(row0 + at.row(i));
 
-    Acc dq[kM][kOutput] = {};
+    Acc dq[kOutputRows][kOutput] = {};
     const Range keys = mask.band.keys_of(row0, row0 + Traits::kRows);
     for (int key0 = keys.begin / Traits::kColumns * Traits::kColumns; key0 < keys.end;
          key0 += Traits::kColumns) {
@@ -64,11 +66,11 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       for (int d0 = 0; d0 < head_dim; d0 += kChunkD) {
         __syncthreads();
         if constexpr (!Traits::kResident) {
-          load_chunk<kChunkD, kThreads>(shared.a_d(), q, row0, seqlen.q, d0, head_dim);
+          load_tile<kChunkD, kThreads>(shared.a_d(), q, row0, seqlen.q, d0, head_dim);
         }
-        k_finite = load_chunk<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
+        k_finite = load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
         if constexpr (Traits::kResident) {
-          load_chunk<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, 0, head_dim_v);
+          load_tile<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, 0, head_dim_v);
         }
         __syncthreads();
         multiply_transposed<kChunkD>(s, shared.a_d(), shared.b_d(), at);
@@ -79,8 +81,8 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       for (int d0 = 0; d0 < head_dim_v; d0 += kChunkV) {
         if constexpr (!Traits::kResident) {
           __syncthreads();
-          load_chunk<kChunkV, kThreads>(shared.a_v(), dout, row0, seqlen.q, d0, head_dim_v);
-          load_chunk<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, d0, head_dim_v);
+          load_tile<kChunkV, kThreads>(shared.a_v(), dout, row0, seqlen.q, d0, head_dim_v);
+          load_tile<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, d0, head_dim_v);
           __syncthreads();
         }
         multiply_transposed<kChunkV>(dp, shared.a_v(), shared.b_v(), at);
@@ -88,7 +90,7 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       if constexpr (!Traits::kResident) {
         __syncthreads();
         k_finite =
-            load_chunk<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
+            load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
       }
       bool skip_hidden = false;
       if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(k_finite);
@@ -114,14 +116,14 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       __syncthreads();
 
       // dQ += dS K
-      multiply_rows<kChunkD>(dq, shared.weights, shared.b_d(), at, skip_hidden);
+      multiply_rows<kChunkD>(dq, shared.weights, shared.b_d(), out_at, skip_hidden);
     }
 
     const auto out = head_matrix<Element>(params.dq, params.dq_strides, batch, head);
-    Acc factor[kM];
+    Acc factor[kOutputRows];
 #pragma unroll
-    for (int i = 0; i < kM; ++i) factor[i] = logits.scale;
-    store_rows<kChunkD>(out, dq, factor, at, row0, int(params.seqlen_q), d_out,
+    for (int i = 0; i < kOutputRows; ++i) factor[i] = logits.scale;
+    store_rows<kChunkD>(out, dq, factor, out_at, row0, int(params.seqlen_q), d_out,
                         min_of(head_dim, d_out + kChunkD));
   }
 }

@@ -23,12 +23,13 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
-  constexpr int kM = Traits::kRows / ThreadGrid<kThreads>::kThreadRows;
-  constexpr int kN = Traits::kColumns / kThreadColumns;
-  constexpr int kOutput = Traits::kChunkV / kThreadColumns;
+  using Grid = ThreadGrid<kThreads, kOutputWidth, 16>;  // of S and of O
+  constexpr int kM = Traits::kRows / Grid::kHeight;
+  constexpr int kN = Traits::kColumns / Grid::kWidth;
+  constexpr int kOutput = Traits::kChunkV / Grid::kWidth;
 
   auto& shared = shared_storage<ForwardStorage<Traits>>();
-  const ThreadGrid<kThreads> at;
+  const Grid at;
   const int head_dim = int(params.head_dim);
   const int head_dim_v = int(params.head_dim_v);
   const i64 row_blocks = ceil_div(int(params.seqlen_q), Traits::kRows);
@@ -54,12 +55,12 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
     const auto v = head_matrix<const Element>(params.v, params.v_strides, batch, kv_head);
     const int v0 = chunk * Traits::kChunkV;
 
-    OnlineSoftmax<Acc, kM> softmax;
+    OnlineSoftmax<Acc, kM, Grid::kWidth> softmax;
     Acc o[kM][kOutput] = {};
 
     __syncthreads();  // the previous round has read its tiles
     if constexpr (Traits::kResident) {
-      load_tile<kThreads>(shared.q, q, row0, seqlen.q, 0, head_dim);
+      load_tile<Traits::kChunkD, kThreads>(shared.q, q, row0, seqlen.q, 0, head_dim);
     }
     const Range keys = mask.band.keys_of(row0, row0 + Traits::kRows);
     for (int key0 = keys.begin / Traits::kColumns * Traits::kColumns; key0 < keys.end;
@@ -69,17 +70,15 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
       for (int d0 = 0; d0 < head_dim; d0 += Traits::kChunkD) {
         __syncthreads();
         if constexpr (!Traits::kResident) {
-          load_tile<kThreads>(shared.q, q, row0, seqlen.q, d0, head_dim);
+          load_tile<Traits::kChunkD, kThreads>(shared.q, q, row0, seqlen.q, d0, head_dim);
         }
-        load_tile<kThreads, Acc, Traits::kColumns, ForwardStorage<Traits>::kWidest,
-                  Traits::kColumns, Traits::kChunkD>(shared.kv, k, key0, seqlen.k, d0, head_dim);
+        load_tile<Traits::kChunkD, kThreads>(shared.kv, k, key0, seqlen.k, d0, head_dim);
         __syncthreads();
         multiply_transposed<Traits::kChunkD>(s, shared.q, shared.kv, at);
       }
       __syncthreads();
-      const bool v_finite = load_tile<kThreads, Acc, Traits::kColumns, ForwardStorage<Traits>::kWidest,
-                                Traits::kColumns, Traits::kChunkV>(
-          shared.kv, v, key0, seqlen.k, v0, min_of(head_dim_v, v0 + Traits::kChunkV));
+      const bool v_finite =
+          load_tile<Traits::kChunkV, kThreads>(shared.kv, v, key0, seqlen.k, v0, head_dim_v);
       bool skip_hidden = false;
       if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(v_finite);
 
@@ -119,7 +118,7 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
     Acc inverse[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
-      const Acc sum = row_sum(softmax.sum[i]);
+      const Acc sum = row_sum<Grid::kWidth>(softmax.sum[i]);
       inverse[i] = sum == Acc(0) ? Acc(0) : Acc(1) / sum;
       const int query = row0 + at.row(i);
       if (params.lse != nullptr && chunk == 0 && at.tx == 0 && query < params.seqlen_q) {

@@ -6,7 +6,7 @@
 namespace cupy_flash {
 namespace simt {
 
-template <class Acc, int kM>
+template <class Acc, int kM, int kWidth>
 struct OnlineSoftmax {
   Acc maximum[kM];  // of the logits seen so far, in the unit of Logits::value
   Acc sum[kM];      // of this thread's exponentials; the row's sum is taken once, at the end
@@ -27,7 +27,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int j = 1; j < kN; ++j) largest = max_of(largest, s[j]);
     const Acc before = maximum[i];
-    maximum[i] = max_of(before, row_max(largest));
+    maximum[i] = max_of(before, row_max<kWidth>(largest));
     // A row that has seen no key yet: -inf - (-inf) would be NaN.
     const Acc base = maximum[i] == -Constants<Acc>::infinity() ? Acc(0) : maximum[i];
     // Subtract first, then multiply: equal logits of any size then give exactly 1.

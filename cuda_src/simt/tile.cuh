@@ -1,8 +1,7 @@
 // Tiles in shared memory and their products, without tensor cores.
 //
-// A block of kThreads threads works on products of kRows rows by some columns. Its threads form a
-// grid of kThreads/16 by 16: thread (ty, tx) holds rows ty + i * kThreadRows and, of a tile of
-// logits, columns tx + j * 16. One row is therefore spread over the 16 lanes of half a warp.
+// The threads of a block form a grid over the rows and columns of a product: thread (ty, tx) holds
+// every kHeight-th row from ty on, and every kWidth-th column (or pack of columns) from tx on.
 #pragma once
 
 #include "common/batch.cuh"
@@ -10,8 +9,6 @@
 
 namespace cupy_flash {
 namespace simt {
-
-constexpr int kThreadColumns = 16;
 
 // A row-major tile whose rows are padded by 16 bytes: 16-byte reads of consecutive rows at one
 // column then fall into different banks.
@@ -35,69 +32,108 @@ CUPY_FLASH_DEVICE Pack<Acc, kCount> read_pack(const Acc* from) {
   return *reinterpret_cast<const Pack<Acc, kCount>*>(from);
 }
 
-template <int kThreads>
+// A warp is kWarpWidth threads wide. The hardware serves 16-byte reads half a warp at a time, 128
+// bytes per clock, so that a width of 8 reads the right factor twice as fast as 16; with 16, half a
+// warp holds whole rows, which shuffles can then reduce.
+template <int kThreads, int kWidth_, int kWarpWidth>
 struct ThreadGrid {
-  static constexpr int kThreadRows = kThreads / kThreadColumns;
-  int ty = threadIdx.x / kThreadColumns;
-  int tx = threadIdx.x % kThreadColumns;
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kHeight = kThreads / kWidth;
+  int ty;
+  int tx;
 
-  CUPY_FLASH_DEVICE int row(int i) const { return ty + i * kThreadRows; }
-  CUPY_FLASH_DEVICE int column(int j) const { return tx + j * kThreadColumns; }
+  CUPY_FLASH_DEVICE ThreadGrid() {
+    constexpr int kWarpHeight = kWarpSize / kWarpWidth;
+    constexpr int kWarpsAcross = kWidth / kWarpWidth;
+    const int warp = threadIdx.x / kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
+    ty = warp / kWarpsAcross * kWarpHeight + lane / kWarpWidth;
+    tx = warp % kWarpsAcross * kWarpWidth + lane % kWarpWidth;
+  }
+
+  CUPY_FLASH_DEVICE int row(int i) const { return ty + i * kHeight; }
+  CUPY_FLASH_DEVICE int column(int j) const { return tx + j * kWidth; }
 };
+
+constexpr int kOutputWidth = 16;
+template <int kThreads>
+using OutputGrid = ThreadGrid<kThreads, kOutputWidth, 8>;
 
 // Columns of a product with a row-major right factor: they are read in packs, so a thread holds
 // runs of kPack columns.
 template <class Acc, int kColumns>
 struct OutputColumns {
-  static constexpr int kCount = kColumns / kThreadColumns;
+  static constexpr int kCount = kColumns / kOutputWidth;
   static constexpr int kWidest = 16 / int(sizeof(Acc));
   static constexpr int kPack = kCount % kWidest == 0 ? kWidest : 2;
   static_assert(kCount % kPack == 0, "a tile's columns are a multiple of 32");
 
   CUPY_FLASH_DEVICE static int column(int tx, int j) {
-    return (tx + j / kPack * kThreadColumns) * kPack + j % kPack;
+    return (tx + j / kPack * kOutputWidth) * kPack + j % kPack;
   }
 };
 
-// Copies rows [row0, row0 + kRows) and columns [column0, column0 + kColumns) of a matrix into a
+// Copies rows [row0, row0 + kRows) and columns [column0, column0 + kColumnsUsed) of a matrix into a
 // tile, with zeros past row_end and column_end: what lies there is never read, so it can't leak.
 // Returns whether everything that this thread copied is finite.
-template <int kThreads, class Acc, int kRows, int kColumns, int kRowsUsed = kRows,
-          int kColumnsUsed = kColumns, class Element>
+template <int kColumnsUsed, int kThreads, class Acc, int kRows, int kColumns, class Element>
 CUPY_FLASH_DEVICE bool load_tile(Tile<Acc, kRows, kColumns>& tile,
                                  const Matrix<const Element>& matrix, int row0, int row_end,
                                  int column0, int column_end) {
-  constexpr int kWarps = kThreads / kWarpSize;
-  static_assert(kRowsUsed % kWarps == 0 && kColumnsUsed % kWarpSize == 0, "whole warps");
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const Element* from = matrix.data + (row0 + warp) * matrix.row_stride +
-                        (column0 + lane) * matrix.column_stride;
-  const i64 row_step = kWarps * matrix.row_stride;
-  const i64 column_step = kWarpSize * matrix.column_stride;
+  constexpr int kPack = 16 / int(sizeof(Acc));
+  using Source = Pack<Element, kPack>;
+  const Element* const from =
+      matrix.data + row0 * matrix.row_stride + column0 * matrix.column_stride;
+  const i64 misaligned = reinterpret_cast<i64>(from) | (matrix.row_stride * i64(sizeof(Element)));
   Acc zero_if_finite = Acc(0);
-#pragma unroll 8
-  for (int i = 0; i < kRowsUsed / kWarps; ++i) {
-    const int r = warp + i * kWarps;
-    const Element* at = from;
+  if (matrix.column_stride == 1 && column0 + kColumnsUsed <= column_end &&
+      misaligned % i64(sizeof(Source)) == 0) {
+    // Whole rows, several elements at a time: a pass of the block covers some rows of one segment.
+    constexpr int kSegment = kColumnsUsed & -kColumnsUsed;  // a power of two, for the division
+    constexpr int kPerRow = kSegment / kPack;
+    constexpr int kRowsPerPass = kThreads / kPerRow;
+    static_assert(kRows % kRowsPerPass == 0, "every thread copies as much");
+    const int first = threadIdx.x / kPerRow;
+    const i64 step = kRowsPerPass * matrix.row_stride;
 #pragma unroll
-    for (int j = 0; j < kColumnsUsed / kWarpSize; ++j) {
-      const int c = lane + j * kWarpSize;
-      const bool inside = row0 + r < row_end && column0 + c < column_end;
-      const Acc value = inside ? Acc(widen(*at)) : Acc(0);
-      tile.row(r)[c] = value;
-      zero_if_finite = fma_of(value, Acc(0), zero_if_finite);
-      at += column_step;
+    for (int segment = 0; segment < kColumnsUsed; segment += kSegment) {
+      const int c = segment + threadIdx.x % kPerRow * kPack;
+      const Element* at = from + first * matrix.row_stride + c;
+#pragma unroll 8
+      for (int r = first; r < first + kRows; r += kRowsPerPass, at += step) {
+        Pack<Acc, kPack> values = {};
+        if (row0 + r < row_end) {
+          const Source read = *reinterpret_cast<const Source*>(at);
+#pragma unroll
+          for (int e = 0; e < kPack; ++e) values.element[e] = widen(read.element[e]);
+        }
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          zero_if_finite = fma_of(values.element[e], Acc(0), zero_if_finite);
+        }
+        *reinterpret_cast<Pack<Acc, kPack>*>(tile.row(r) + c) = values;
+      }
     }
-    from += row_step;
+  } else {
+    // Any strides, one element at a time.
+#pragma unroll 4
+    for (int index = threadIdx.x; index < kRows * kColumnsUsed; index += kThreads) {
+      const int r = index / kColumnsUsed;
+      const int c = index % kColumnsUsed;
+      const bool inside = row0 + r < row_end && column0 + c < column_end;
+      const Acc value =
+          inside ? Acc(widen(from[r * matrix.row_stride + c * matrix.column_stride])) : Acc(0);
+      zero_if_finite = fma_of(value, Acc(0), zero_if_finite);
+      tile.row(r)[c] = value;
+    }
   }
   return zero_if_finite == Acc(0);
 }
 
 // sums += A Bᵀ over kDepth channels; A and B are row-major tiles with the channels as columns.
-template <int kDepth, int kThreads, int kM, int kN, class TileA, class TileB, class Acc>
+template <int kDepth, int kM, int kN, class TileA, class TileB, class Acc, class Grid>
 CUPY_FLASH_DEVICE void multiply_transposed(Acc (&sums)[kM][kN], TileA& a, TileB& b,
-                                           const ThreadGrid<kThreads>& at) {
+                                           const Grid& at) {
   constexpr int kPack = 16 / int(sizeof(Acc));
 #pragma unroll 2
   for (int d = 0; d < kDepth; d += kPack) {
@@ -123,10 +159,9 @@ CUPY_FLASH_DEVICE void multiply_transposed(Acc (&sums)[kM][kN], TileA& a, TileB&
 // sums += A B; A is a tile of weights (P or dS), B a row-major tile with kColumns columns in use.
 // With kSkipHidden, pairs marked as hidden are left out of the sum instead of entering it as
 // zeros: 0 * NaN would reach rows that don't see the NaN.
-template <int kColumns, bool kSkipHidden, int kThreads, int kM, int kN, class TileA, class TileB,
-          class Acc>
-CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b,
-                                     const ThreadGrid<kThreads>& at) {
+template <int kColumns, bool kSkipHidden, int kM, int kN, class TileA, class TileB, class Acc,
+          class Grid>
+CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, const Grid& at) {
   using Columns = OutputColumns<Acc, kColumns>;
   static_assert(kN == Columns::kCount, "sums hold the columns in use");
   constexpr int kPack = 16 / int(sizeof(Acc));
@@ -155,9 +190,9 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b,
   }
 }
 
-template <int kColumns, int kThreads, int kM, int kN, class TileA, class TileB, class Acc>
-CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b,
-                                     const ThreadGrid<kThreads>& at, bool skip_hidden) {
+template <int kColumns, int kM, int kN, class TileA, class TileB, class Acc, class Grid>
+CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, const Grid& at,
+                                     bool skip_hidden) {
   if (skip_hidden) {
     multiply_rows<kColumns, true>(sums, a, b, at);
   } else {
@@ -165,19 +200,20 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b,
   }
 }
 
-template <class Acc>
+// Over the kWidth neighbouring lanes that hold one row.
+template <int kWidth, class Acc>
 CUPY_FLASH_DEVICE Acc row_max(Acc x) {
 #pragma unroll
-  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) {
+  for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) {
     x = max_of(x, __shfl_xor_sync(kAllLanes, x, lanes));
   }
   return x;
 }
 
-template <class Acc>
+template <int kWidth, class Acc>
 CUPY_FLASH_DEVICE Acc row_sum(Acc x) {
 #pragma unroll
-  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) {
+  for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) {
     x += __shfl_xor_sync(kAllLanes, x, lanes);
   }
   return x;
@@ -185,10 +221,9 @@ CUPY_FLASH_DEVICE Acc row_sum(Acc x) {
 
 // Writes a block's accumulators, times `factor` of their row, to columns [column0, column_end) and
 // rows [row0, row_end) of a matrix.
-template <int kColumns, int kThreads, int kM, int kN, class Acc, class Element>
+template <int kColumns, int kM, int kN, class Acc, class Element, class Grid>
 CUPY_FLASH_DEVICE void store_rows(const Matrix<Element>& matrix, const Acc (&sums)[kM][kN],
-                                  const Acc (&factor)[kM], const ThreadGrid<kThreads>& at,
-                                  int row0, int row_end, int column0, int column_end) {
+                                  const Acc (&factor)[kM], const Grid& at, int row0, int row_end, int column0, int column_end) {
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
     const int r = row0 + at.row(i);

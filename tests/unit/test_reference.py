@@ -30,9 +30,10 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-# Each option alone, then together. Batch 2, Sq 4, Sk 5, Hq 4, Hkv 2.
-BATCH, SQ, SK, HQ, HKV, D, DV = 2, 4, 5, 4, 2, 3, 2
-SLOPES = np.array([0.5, 0.25, 1.0, 0.125])
+# Each option alone, then together. No two axes have the same size, but
+# for the batch and Hkv.
+BATCH, SQ, SK, HQ, HKV, D, DV = 2, 4, 5, 6, 2, 3, 1
+SLOPES = np.array([0.5, 0.25, 1.0, 0.125, 0.75, 0.3])
 HIDING = normal(7, BATCH, 1, SQ, SK) > -0.5
 MINUS_INF = np.where(normal(8, SQ, SK) > 1.0, -INF, normal(9, SQ, SK))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -424,17 +425,6 @@ def test_unfused_is_off_by_its_dtype(dtype: type, name: str) -> None:
             assert error > 0
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_unfused_takes_the_sum_from_out(name: str) -> None:
-    q, k, v, dout = arrays()
-    out, _ = unfused(q, k, v, **OPTIONS[name])
-    wanted = unfused_backward(dout, q, k, v, **OPTIONS[name])
-    got = unfused_backward(dout, q, k, v, out=out, **OPTIONS[name])
-    for x, y in zip(got, wanted, strict=True):
-        if y is not None:
-            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
-
-
 def test_unfused_rounds_where_halves_are_stored() -> None:
     """4 + 2^-10 rounds to 4 in float16: the product is stored before the softmax."""
     q, k = np.float16([[1.0, 1.0]]), np.float16([[4.0, 2**-10]])
@@ -454,7 +444,7 @@ def test_assert_close_takes_what_rounding_explains() -> None:
     assert_close(expected, expected)
     baseline = expected + 1e-3
     assert_close((expected + 1.9e-3).astype(np.float32), expected, baseline)
-    with pytest.raises(AssertionError, match="largest error"):
+    with pytest.raises(AssertionError, match=r"rms error 0\.0021, allowed 0\.002 "):
         assert_close((expected + 2.1e-3).astype(np.float32), expected, baseline)
     with pytest.raises(AssertionError, match="largest error"):
         assert_close((expected + 1e-5).astype(np.float32), expected)

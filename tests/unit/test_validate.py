@@ -559,6 +559,25 @@ def test_an_error_leaves_the_outputs_alone() -> None:
     assert (dq == 7).all()
 
 
+def test_outputs_that_overlap() -> None:
+    """A result written over an input would spoil the tiles that are still to come."""
+    q, k, v = (zeros(2, 6, 3, 8) for _ in range(3))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        with pytest.raises(ValueError) as raised:
+            flash_attention(q, k, v, out=x)
+        says(raised.value, r"\bout\b", rf"\b{name}\b", "memory|overlap")
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    for given in ({"dq": q}, {"dk": v[:, ::-1]}, {"dv": out}):
+        (name,) = given
+        with pytest.raises(ValueError) as raised:
+            flash_attention_backward(zeros(2, 6, 3, 8), q, k, v, out, lse, **given)
+        says(raised.value, rf"\b{name}\b", "memory|overlap")
+    both = zeros(2, 6, 3, 8)
+    with pytest.raises(ValueError) as raised:
+        flash_attention_backward(out, q, k, v, out, lse, dk=both, dv=both)
+    says(raised.value, r"\bdk\b", r"\bdv\b", "memory|overlap")
+
+
 def test_options_come_by_name() -> None:
     q = zeros(4, 8)
     with pytest.raises(TypeError, match="positional"):

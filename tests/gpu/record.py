@@ -1,0 +1,217 @@
+"""The record of a run on a GPU: what ran, on what, of which sources, and the outcome."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "bench" / "results" / "gpu-tests.json"
+GPU_TESTS = "tests/gpu"
+# The folders whose tests are counted.
+COUNTED = (GPU_TESTS, "tests/real")
+# The Python files that decide which kernel runs, and how it is launched.
+DECIDING = ("compiler.py", "configs.py", "launch.py", "params.py", "plan.py", "spec.py")
+OUTCOMES = ("passed", "failed", "skipped", "xfailed")
+
+
+def source_sha256(root: Path = ROOT) -> str:
+    """Return the hash of the sources that a record vouches for.
+
+    Of every file in path order: its path from the root, a zero byte, its content, a
+    zero byte.
+    """
+    names = {
+        path.relative_to(root).as_posix()
+        for suffix in ("cu", "cuh", "h")
+        for path in (root / "cuda_src").rglob(f"*.{suffix}")
+    }
+    names |= {f"cupy_flash/{name}" for name in DECIDING}
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        if (root / name).exists():
+            digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the tests ran on."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    runtime = cupy.cuda.runtime
+    return {
+        "device": properties["name"].decode(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "devices": runtime.getDeviceCount(),
+        "driver": _driver(),
+        "driver_cuda": _dotted(runtime.driverGetVersion()),
+        "cuda_runtime": _dotted(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "python": platform.python_version(),
+        "cupy": cupy.__version__,
+        **{name: _version(name) for name in ("numpy", "ml_dtypes", "torch", "jax")},
+    }
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _driver() -> str | None:
+    """The version of the kernel module, where the system tells it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return match and match[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Recorder:
+    """A pytest plugin that counts outcomes and writes them down at the end.
+
+    The file that is kept in the repository is written only by a run of all GPU tests
+    in which none failed.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.start = time.monotonic()
+        self.outcomes: dict[str, str] = {}  # by node id
+        self.precompiled: dict[str, Any] = {}
+        self.deselected = 0
+        self.not_collected = 0
+        self.message = ""
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.deselected += sum(self._folder(x.nodeid) == GPU_TESTS for x in items)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.not_collected += report.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._folder(report.nodeid) is None:
+            return
+        before = self.outcomes.get(report.nodeid)
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+        elif report.skipped:
+            self.outcomes[report.nodeid] = (
+                "xfailed" if hasattr(report, "wasxfail") else "skipped"
+            )
+        elif report.when == "call" and before is None:
+            self.outcomes[report.nodeid] = "passed"
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        ran = [
+            node
+            for node, outcome in self.outcomes.items()
+            if self._folder(node) == GPU_TESTS and outcome != "skipped"
+        ]
+        if not ran or self.config.option.collectonly:
+            return
+        whole = self._is_whole(session, exitstatus)
+        record = self.record(whole)
+        paths = []
+        if whole and not record["failed"]:
+            paths.append(RECORD)
+        if self.config.option.gpu_record:
+            paths.append(Path(self.config.option.gpu_record))
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(record, indent=2)
+            path.write_text(text + "\n", encoding="utf-8")
+        written = " and ".join(map(str, paths))
+        self.message = f"GPU record written to {written}" if paths else (
+            "GPU record not written: "
+            + ("some tests failed" if whole else "not all of tests/gpu was run")
+        )  # fmt: skip
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
+        if self.message:
+            terminalreporter.write_line(self.message)
+
+    def record(self, whole: bool) -> dict[str, Any]:
+        """Return the record of what has run so far."""
+        files: dict[str, collections.Counter[str]] = {}
+        for node, outcome in self.outcomes.items():
+            files.setdefault(self._file(node), collections.Counter())[outcome] += 1
+        total = sum(files.values(), collections.Counter())
+        now = datetime.datetime.now(datetime.timezone.utc)
+        arguments = self._arguments()
+        return {
+            **describe_machine(),
+            "date": now.isoformat(timespec="seconds"),
+            "command": " ".join(["python -m pytest", *arguments]),
+            "selected": "all" if whole else arguments,
+            **{name: total[name] for name in OUTCOMES},
+            "duration_s": round(time.monotonic() - self.start, 1),
+            **self.precompiled,
+            "source_sha256": source_sha256(),
+            "files": {
+                name: {o: files[name][o] for o in OUTCOMES if files[name][o]}
+                for name in sorted(files)
+            },
+        }
+
+    def _is_whole(self, session: pytest.Session, exitstatus: int) -> bool:
+        """Whether every test in tests/gpu was run."""
+        items = [x.nodeid for x in session.items if self._folder(x.nodeid) == GPU_TESTS]
+        on_disk = {
+            path.relative_to(ROOT).as_posix()
+            for path in (ROOT / GPU_TESTS).rglob("test_*.py")
+        }
+        return (
+            exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+            and not self.deselected
+            and not self.not_collected
+            and not any("::" in argument for argument in self.config.args)
+            and {self._file(node) for node in items} == on_disk
+            and all(node in self.outcomes for node in items)
+        )
+
+    def _file(self, node: str) -> str:
+        """The file of a node, from the root of the repository."""
+        path = (self.config.rootpath / node.partition("::")[0]).resolve()
+        return path.relative_to(ROOT).as_posix() if ROOT in path.parents else str(path)
+
+    def _folder(self, node: str) -> str | None:
+        """The folder among those that are counted that a node lies in."""
+        file = self._file(node)
+        return next((f for f in COUNTED if file.startswith(f"{f}/")), None)
+
+    def _arguments(self) -> list[str]:
+        """The arguments of pytest, without those that only say where to write."""
+        arguments = []
+        skip = False
+        for argument in map(str, self.config.invocation_params.args):
+            if skip or argument.startswith(("--gpu-record=", "--junit", "--basetemp")):
+                skip = False
+            elif argument == "--gpu-record":
+                skip = True
+            elif ROOT in Path(argument).parents:
+                arguments.append(Path(argument).relative_to(ROOT).as_posix())
+            else:
+                arguments.append(argument)
+        return arguments

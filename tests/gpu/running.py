@@ -1,0 +1,266 @@
+"""From NumPy arrays to the GPU, through the library, and back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash.configs import SimtTile
+from cupy_flash.spec import KernelSpec
+
+from ..cases import (
+    Array,
+    Case,
+    Inputs,
+    Truth,
+    allocate,
+    compare,
+    expect,
+    expect_case,
+    lse_dtype,
+    make,
+)
+
+try:
+    import cupy as cp
+except ImportError:  # then every test here is skipped
+    cp = None
+
+# A family, a tile for both directions, or one tile for each.
+Config = str | SimtTile | tuple[SimtTile, SimtTile]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a NumPy array on the GPU that lies in memory just as the array does.
+
+    Attributes
+    ----------
+    array : the copy, with the shape, strides and misalignment of the original
+    raw : all bytes between its first and its last element, gaps included
+    """
+
+    array: Any
+    raw: Any
+
+    def unchanged(self, like: Array) -> bool:
+        """Whether every byte is still that of the original."""
+        if like.size == 0:
+            return True
+        original = _bytes_of(like)
+        return np.array_equal(self.raw.get()[-original.size :], original)
+
+
+def _span(x: Array) -> tuple[int, int]:
+    """How far before x's first element its memory begins, and how long it is."""
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    before = -sum(s for s in steps if s < 0)
+    return before, before + sum(s for s in steps if s > 0) + x.itemsize
+
+
+def _bytes_of(x: Array) -> Array:
+    before, size = _span(x)
+    start = x.ctypes.data - before
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
+
+
+def mirror(x: Array) -> Copy:
+    """Copy an array to the GPU with its strides, its alignment and its gaps."""
+    if x.size == 0:
+        empty = cp.empty(x.shape, x.dtype)
+        return Copy(empty, empty)
+    before, size = _span(x)
+    lead = (x.ctypes.data - before) % 16
+    raw = cp.empty(lead + size, np.uint8)
+    raw[lead:].set(_bytes_of(x))
+    array = cp.ndarray(x.shape, x.dtype, raw.data + (lead + before), x.strides)
+    return Copy(array, raw)
+
+
+def to_gpu(x: Array) -> Any:
+    """Return `mirror` of an array without its raw bytes."""
+    return mirror(x).array
+
+
+def poison(*sizes: int) -> None:
+    """Fill memory with NaN and give it back, so that the next arrays hold NaN."""
+    blocks = [cp.empty(max(1, size), np.uint8) for size in sizes]
+    for block in blocks:
+        block.data.memset(0xFF, block.nbytes)
+
+
+def output_copies(inputs: Inputs, memory: str) -> dict[str, Copy]:
+    """Return arrays for all results that can be given, full of NaN."""
+    like = {"out": inputs.dout, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
+    return {n: mirror(allocate(x.shape, x.dtype, memory)) for n, x in like.items()}
+
+
+def run(
+    inputs: Inputs,
+    config: Config,
+    *,
+    gradients: bool = True,
+    given: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> dict[str, Array]:
+    """Run forward and backward on the GPU.
+
+    Checks what holds of every call: kinds, shapes and dtypes of the results, that
+    arrays which were given are returned, and that no input was written. What the
+    library allocates holds NaN before.
+
+    Parameters
+    ----------
+    given : arrays for out, dq, dk and dv
+    **extra : further arguments of `flash_attention_backward`
+
+    Returns
+    -------
+    dict with out, lse and, with gradients, dq, dk, dv and (if there is a bias) dbias
+    """
+    given = given or {}
+    forward_config, backward_config = (
+        config if isinstance(config, tuple) else (config, config)
+    )
+    copies = {name: mirror(x) for name, x in inputs.arrays.items()}
+    arrays = {name: copy.array for name, copy in copies.items()}
+    q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
+    dlse = arrays.pop("dlse", None)
+    options = inputs.scalars | arrays
+    poison(inputs.dout.nbytes, 8 * inputs.dout.size)
+    out, lse = cupy_flash.flash_attention(
+        q, k, v, **options, return_lse=True, out=given.get("out"), config=forward_config
+    )
+    results = {"out": out, "lse": lse}
+    bias = inputs.options.get("bias")
+    if gradients:
+        like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
+        like |= {} if bias is None else {"dbias": bias}
+        poison(*(x.nbytes for x in like.values()), lse.nbytes)
+        values = cupy_flash.flash_attention_backward(
+            dout, q, k, v, out, lse, **options, dlse=dlse, bias_grad=bias is not None,
+            config=backward_config, **extra,
+            **{name: x for name, x in given.items() if name != "out"},
+        )  # fmt: skip
+        results |= zip(like, values, strict=True)
+        for name, x in like.items():
+            assert results[name].shape == x.shape, name
+            assert results[name].dtype == x.dtype, name
+    assert out.shape == inputs.dout.shape and out.dtype == inputs.q.dtype
+    assert lse.dtype == lse_dtype(inputs.q.dtype)
+    for name, x in results.items():
+        assert isinstance(x, cp.ndarray), name
+        assert name not in given or x is given[name], name
+    for name, copy in copies.items():
+        assert copy.unchanged(inputs.arrays[name]), f"{name} was written"
+    return {name: x.get() for name, x in results.items()}
+
+
+def check(
+    inputs: Inputs,
+    config: Config,
+    truths: Mapping[str, Truth] | None = None,
+    *,
+    gradients: bool = True,
+    huge: bool = False,
+    **keywords: Any,
+) -> dict[str, Array]:
+    """`run`, held against the float64 reference; returns the results.
+
+    Parameters
+    ----------
+    huge : the logits are so large that one ulp of lse is far from 0. Weights made from
+        lse are then off by exp(ulp), so that of the gradients only NaN is checked.
+    """
+    results = run(inputs, config, gradients=gradients, **keywords)
+    if truths is None:
+        truths = expect(inputs, gradients=gradients and not huge)
+    checked = results
+    if huge:
+        for name, x in results.items():
+            assert not np.isnan(x.astype(np.float64)).any(), name
+        checked = {name: results[name] for name in ("out", "lse")}
+        truths = {name: replace(truths[name], terms=None) for name in checked}
+    compare(checked, truths)
+    return results
+
+
+def check_case(case: Case, config: Config, **keywords: Any) -> dict[str, Array]:
+    """`check` of a case."""
+    truths = expect_case(case)
+    return check(make(case), config, truths, gradients=case.gradients, **keywords)
+
+
+def specs(case: Case, config: Config, device: str) -> Iterator[KernelSpec]:
+    """Return the kernels that `check_case` needs on a GPU such as "sm_90"."""
+    inputs = make(case)
+    arrays = inputs.arrays
+    q, k, v = (arrays.pop(name) for name in "qkv")
+    del arrays["dout"]
+    options = {**inputs.scalars, **arrays, "device": device}
+    dlse = options.pop("dlse", None)
+    forward_config, backward_config = (
+        config if isinstance(config, tuple) else (config, config)
+    )
+    plans = [
+        cupy_flash.explain(q, k, v, **options, return_lse=True, config=forward_config)
+    ]
+    if case.gradients:
+        plans.append(
+            cupy_flash.explain(
+                q, k, v, **options, dlse=dlse, bias_grad=case.bias is not None,
+                direction="backward", config=backward_config,
+            )
+        )  # fmt: skip
+    for plan in plans:
+        for step in plan.steps:
+            yield step.spec
+
+
+def specs_of_parameters(
+    parameters: Iterable[Mapping[str, Any]], device: str
+) -> dict[KernelSpec, None]:
+    """Return the kernels of parametrized tests, each once.
+
+    A test's case is its parameter ``case``; what it is run with is ``config`` or
+    ``family``.
+    """
+    pairs = {
+        (p["case"], p.get("config") or p["family"]): None
+        for p in parameters
+        if isinstance(p.get("case"), Case)
+    }
+    found: dict[KernelSpec, None] = {}
+    for case, config in pairs:
+        found |= dict.fromkeys(specs(case, config, device))
+    return found
+
+
+class PeakMemory(cp.cuda.MemoryHook if cp else object):
+    """While active, how many bytes were in use at once that weren't before.
+
+    Counts what comes from CuPy's memory pool, whose blocks are multiples of 512 bytes.
+    """
+
+    name = "PeakMemory"
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def malloc_postprocess(self, **block: Any) -> None:
+        self.live[block["mem_ptr"]] = block["mem_size"]
+        self.peak = max(self.peak, sum(self.live.values()))
+
+    def free_preprocess(self, **block: Any) -> None:
+        self.live.pop(block["mem_ptr"], None)
+
+
+def pool_bytes(*arrays: Any) -> int:
+    """Return what arrays of those sizes take in CuPy's memory pool."""
+    return sum(-(-x.nbytes // 512) * 512 for x in arrays)
