@@ -153,9 +153,7 @@ def compile_image(spec: KernelSpec, capability: int) -> Image:
     return _compile(source_text(spec), spec.symbol, flags, suffix)
 
 
-def _compile(
-    source: str, symbol: str, flags: tuple[str, ...], suffix: str
-) -> Image:
+def _compile(source: str, symbol: str, flags: tuple[str, ...], suffix: str) -> Image:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source, f"{symbol}.cu", (), ())
     try:
@@ -282,4 +280,6 @@ def precompile(specs: Iterable[KernelSpec], capability: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: cached_image(spec, capability), dict.fromkeys(specs)))
+        list(
+            pool.map(lambda spec: cached_image(spec, capability), dict.fromkeys(specs))
+        )

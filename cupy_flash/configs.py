@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 FAMILIES = ("simt",)
 
 
@@ -59,8 +58,8 @@ class SimtRow:
 
 
 SIMT_FORWARD = (
-    SimtRow(4, 32, SimtTile(64, 64, 32, 32, resident=True)),
-    SimtRow(4, 64, SimtTile(64, 64, 64, 64, resident=True)),
+    SimtRow(4, 32, SimtTile(64, 64, 32, 32, resident=True, blocks=3)),
+    SimtRow(4, 64, SimtTile(64, 64, 64, 64, resident=True, blocks=3)),
     SimtRow(4, 96, SimtTile(64, 64, 96, 96, resident=True)),
     SimtRow(4, 128, SimtTile(64, 64, 128, 128, resident=True)),
     SimtRow(4, None, SimtTile(64, 64, 64, 128, resident=False)),
@@ -75,8 +74,8 @@ SIMT_FORWARD = (
 
 # dq, and dk with dv: the same products with the sides exchanged.
 SIMT_BACKWARD = (
-    SimtRow(4, 32, SimtTile(64, 32, 32, 32, resident=True)),
-    SimtRow(4, 64, SimtTile(64, 32, 64, 64, resident=True)),
+    SimtRow(4, 32, SimtTile(64, 32, 32, 32, resident=True, blocks=3)),
+    SimtRow(4, 64, SimtTile(64, 32, 64, 64, resident=True, blocks=3)),
     SimtRow(4, 96, SimtTile(64, 32, 96, 96, resident=True)),
     SimtRow(4, 128, SimtTile(64, 32, 128, 128, resident=True)),
     SimtRow(4, None, SimtTile(64, 32, 128, 128, resident=False)),

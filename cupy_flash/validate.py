@@ -44,13 +44,13 @@ def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
     dtype = _common_dtype(arrays)
     precision = _precision(options.precision, dtype)
     _check_config(options.config)
+    q, k, v = (_sequence_operand(n, arrays[n], options.layout) for n in "qkv")
     ranks = {len(arrays[name].shape) for name in "qkv"}
     if len(ranks) != 1:
         raise ValueError(
             "q, k and v must have the same number of axes; they have shapes "
             + ", ".join(str(arrays[name].shape) for name in "qkv")
         )
-    q, k, v = (_sequence_operand(n, arrays[n], options.layout) for n in "qkv")
     _check_shapes(q, k, v, options.layout)
     batch = q.shape[:-3]
     seqlen_q, heads_q, head_dim = q.shape[-3:]
@@ -233,8 +233,7 @@ def _sequence_operand(name: str, info: ArrayInfo, layout: str) -> Operand:
     shape, strides = info.shape, info.strides
     if len(shape) < 2:
         raise ValueError(
-            f"{name} has shape {shape}; expected (seqlen, head_dim) or "
-            f"{_axes(layout)}"
+            f"{name} has shape {shape}; expected (seqlen, head_dim) or {_axes(layout)}"
         )
     if len(shape) == 2:
         shape = (shape[0], 1, shape[1])
@@ -363,9 +362,7 @@ def _broadcast(
     shape, strides = info.shape, info.strides
     missing = len(target) - len(shape)
     padded = (1,) * missing + shape
-    if missing < 0 or any(
-        a not in (1, b) for a, b in zip(padded, target, strict=True)
-    ):
+    if missing < 0 or any(a not in (1, b) for a, b in zip(padded, target, strict=True)):
         what = target[-2:] if single_head else target
         raise ValueError(
             f"{name} has shape {shape}, which can't be broadcast to {what}, the shape "

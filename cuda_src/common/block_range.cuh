@@ -18,9 +18,7 @@ struct Band {
   i64 high;
 
   CUPY_FLASH_DEVICE Band(const Params<Traits::kBatchAxes>& params, const Seqlen& lengths)
-      : seqlen(lengths),
-        low(lengths.offset - params.left),
-        high(lengths.offset + params.right) {}
+      : seqlen(lengths), low(lengths.offset - params.left), high(lengths.offset + params.right) {}
 
   CUPY_FLASH_DEVICE bool contains(int i, int j) const {
     bool inside = i < seqlen.q && j < seqlen.k;

@@ -61,17 +61,13 @@ struct Constants<float> {
 template <>
 struct Constants<double> {
   static constexpr double kLog2E = 1.44269504088896340736;
-  static CUPY_FLASH_DEVICE double infinity() {
-    return __longlong_as_double(0x7ff0000000000000ll);
-  }
+  static CUPY_FLASH_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
 };
 
 // A NaN that no arithmetic produces. It stands in a tile of P or dS for a pair of query and key
 // that the mask hides, where zero won't do: see multiply_rows in simt/tile.cuh.
 CUPY_FLASH_DEVICE float hidden_mark(float) { return __int_as_float(0x7fc0dead); }
-CUPY_FLASH_DEVICE double hidden_mark(double) {
-  return __longlong_as_double(0x7ff8deaddeaddeadll);
-}
+CUPY_FLASH_DEVICE double hidden_mark(double) { return __longlong_as_double(0x7ff8deaddeaddeadll); }
 CUPY_FLASH_DEVICE bool is_hidden_mark(float x) { return __float_as_int(x) == 0x7fc0dead; }
 CUPY_FLASH_DEVICE bool is_hidden_mark(double x) {
   return __double_as_longlong(x) == 0x7ff8deaddeaddeadll;

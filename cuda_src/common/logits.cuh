@@ -25,8 +25,8 @@ struct Logits {
   i64 query_stride;
   i64 key_stride;
 
-  CUPY_FLASH_DEVICE Logits(const Params<kBatchAxes>& params,
-                           const BatchIndex<kBatchAxes>& batch, int head, const Seqlen& seqlen)
+  CUPY_FLASH_DEVICE Logits(const Params<kBatchAxes>& params, const BatchIndex<kBatchAxes>& batch,
+                           int head, const Seqlen& seqlen)
       : scale(Acc(params.scale)),
         softcap(Acc(params.softcap)),
         slope(0),
@@ -36,9 +36,9 @@ struct Logits {
         query_stride(params.bias_strides.axis[1]),
         key_stride(params.bias_strides.axis[2]) {
     if constexpr (Traits::kAlibi) {
-      slope = static_cast<const float*>(
-          params.alibi_slopes)[batch.offset(params.alibi_strides.batch) +
-                               head * params.alibi_strides.axis[0]];
+      slope =
+          static_cast<const float*>(params.alibi_slopes)[batch.offset(params.alibi_strides.batch) +
+                                                         head * params.alibi_strides.axis[0]];
     }
   }
 

@@ -66,7 +66,7 @@ struct Params {
   i64 heads_kv;
   i64 head_dim;
   i64 head_dim_v;
-  i64 left;             // a key is seen if -left <= j - i - offset <= right
+  i64 left;  // a key is seen if -left <= j - i - offset <= right
   i64 right;
   i64 top_left;         // 1: offset is 0; 0: offset is k_len - q_len
   i64 q_lengths_bytes;  // 4 or 8: size of one length

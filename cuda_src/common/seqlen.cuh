@@ -7,13 +7,12 @@
 namespace cupy_flash {
 
 template <int kBatchAxes>
-CUPY_FLASH_DEVICE int read_length(const void* lengths, i64 bytes,
-                                  const i64 (&strides)[kBatchAxes],
+CUPY_FLASH_DEVICE int read_length(const void* lengths, i64 bytes, const i64 (&strides)[kBatchAxes],
                                   const BatchIndex<kBatchAxes>& batch, i64 limit) {
   if (lengths == nullptr) return int(limit);
   const i64 at = batch.offset(strides);
-  const i64 length = bytes == 8 ? static_cast<const i64*>(lengths)[at]
-                                : i64(static_cast<const int*>(lengths)[at]);
+  const i64 length =
+      bytes == 8 ? static_cast<const i64*>(lengths)[at] : i64(static_cast<const int*>(lengths)[at]);
   // Clamped, because the host never sees it: a wrong length must not reach outside an array.
   return int(min_of(max_of(length, i64(0)), limit));
 }

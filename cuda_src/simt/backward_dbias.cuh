@@ -95,8 +95,8 @@ CUPY_FLASH_DEVICE void backward_dbias(const Params<Traits::kBatchAxes>& params) 
     const int columns = tiles.tile_columns();
     const int rows_each = Traits::kRows / rows;
     const int columns_each = Traits::kColumns / columns;
-    Acc* partial = static_cast<Acc*>(params.dbias_partial) +
-                   block * (Traits::kRows * Traits::kColumns);
+    Acc* partial =
+        static_cast<Acc*>(params.dbias_partial) + block * (Traits::kRows * Traits::kColumns);
     for (int e = threadIdx.x; e < rows * columns; e += kThreads) {
       const int row = e / columns;
       const int column = e % columns;

@@ -64,8 +64,8 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
       const RowTermReader<Traits> reader(params, batch, head, seqlen.q);
 
       const Range queries = mask.band.queries_of(row0, row0 + Traits::kRows);
-      for (int query0 = queries.begin / Traits::kColumns * Traits::kColumns;
-           query0 < queries.end; query0 += Traits::kColumns) {
+      for (int query0 = queries.begin / Traits::kColumns * Traits::kColumns; query0 < queries.end;
+           query0 += Traits::kColumns) {
         RowTerms<Acc> terms[kN];
 #pragma unroll
         for (int j = 0; j < kN; ++j) terms[j] = reader.read(query0 + at.column(j));
@@ -97,8 +97,8 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         }
 
         // P = exp(S - lse) into the shared tile, dS = P (dP - delta) kept for later
-        const bool all_visible = mask.all_visible(query0, query0 + Traits::kColumns, row0,
-                                                  row0 + Traits::kRows);
+        const bool all_visible =
+            mask.all_visible(query0, query0 + Traits::kColumns, row0, row0 + Traits::kRows);
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
 #pragma unroll
@@ -119,7 +119,7 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         if constexpr (!Traits::kResident) {
           __syncthreads();
           load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, chunk * kChunkV,
-                                        head_dim_v);
+                                       head_dim_v);
         }
         __syncthreads();
 
@@ -133,7 +133,7 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         }
         if constexpr (!Traits::kResident) {
           load_tile<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, chunk * kChunkD,
-                                        head_dim);
+                                       head_dim);
         }
         __syncthreads();
 

@@ -89,15 +89,14 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       }
       if constexpr (!Traits::kResident) {
         __syncthreads();
-        k_finite =
-            load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
+        k_finite = load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
       }
       bool skip_hidden = false;
       if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(k_finite);
 
       // dS = P (dP - delta), down to the scaled product
-      const bool all_visible = mask.all_visible(row0, row0 + Traits::kRows, key0,
-                                                key0 + Traits::kColumns);
+      const bool all_visible =
+          mask.all_visible(row0, row0 + Traits::kRows, key0, key0 + Traits::kColumns);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
 #pragma unroll

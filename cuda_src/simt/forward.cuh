@@ -83,8 +83,8 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
       if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(v_finite);
 
       // P = exp(S - m)
-      const bool all_visible = mask.all_visible(row0, row0 + Traits::kRows, key0,
-                                                key0 + Traits::kColumns);
+      const bool all_visible =
+          mask.all_visible(row0, row0 + Traits::kRows, key0, key0 + Traits::kColumns);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         bool hidden[kN];
@@ -92,9 +92,8 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
         for (int j = 0; j < kN; ++j) {
           const int query = row0 + at.row(i);
           const int key = key0 + at.column(j);
-          s[i][j] = all_visible || mask.visible(query, key)
-                        ? logits.value(s[i][j], query, key)
-                        : -Constants<Acc>::infinity();
+          s[i][j] = all_visible || mask.visible(query, key) ? logits.value(s[i][j], query, key)
+                                                            : -Constants<Acc>::infinity();
           hidden[j] = s[i][j] == -Constants<Acc>::infinity();
         }
         const Acc rescale = softmax.update(i, s[i], logits.to_exponent());

@@ -165,7 +165,7 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, co
   using Columns = OutputColumns<Acc, kColumns>;
   static_assert(kN == Columns::kCount, "sums hold the columns in use");
   constexpr int kPack = 16 / int(sizeof(Acc));
-#pragma unroll 1
+#pragma unroll 2
   for (int k = 0; k < TileA::kColumns; k += kPack) {
     Pack<Acc, kPack> left[kM];
 #pragma unroll
@@ -174,8 +174,7 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, co
     for (int e = 0; e < kPack; ++e) {
 #pragma unroll
       for (int j = 0; j < kN; j += Columns::kPack) {
-        const auto right =
-            read_pack<Acc, Columns::kPack>(b.row(k + e) + Columns::column(at.tx, j));
+        const auto right = read_pack<Acc, Columns::kPack>(b.row(k + e) + Columns::column(at.tx, j));
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
           const Acc weight = left[i].element[e];
@@ -223,7 +222,8 @@ CUPY_FLASH_DEVICE Acc row_sum(Acc x) {
 // rows [row0, row_end) of a matrix.
 template <int kColumns, int kM, int kN, class Acc, class Element, class Grid>
 CUPY_FLASH_DEVICE void store_rows(const Matrix<Element>& matrix, const Acc (&sums)[kM][kN],
-                                  const Acc (&factor)[kM], const Grid& at, int row0, int row_end, int column0, int column_end) {
+                                  const Acc (&factor)[kM], const Grid& at, int row0, int row_end,
+                                  int column0, int column_end) {
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
     const int r = row0 + at.row(i);

@@ -1,4 +1,4 @@
-"""The record of a run on a GPU: what ran, on what, of which sources, and the outcome."""
+"""The record of a run on a GPU: what ran, where, of which sources, with what result."""
 
 from __future__ import annotations
 
