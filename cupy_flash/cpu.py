@@ -25,7 +25,13 @@ import numpy as np
 
 from .dtypes import accumulator
 from .problem import Operand, Options, Problem
-from .validate import check_length_values, describe_host, make_problem, output_shape
+from .validate import (
+    check_length_values,
+    check_overlap,
+    describe_host,
+    make_problem,
+    output_shape,
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,8 +40,6 @@ Arrays = dict[str, np.ndarray]
 _ROWS = 512
 _KEYS = 512
 _TILE = 1 << 18
-# How long may_share_memory searches before it assumes that two arrays overlap.
-_OVERLAP_WORK = 10_000
 
 
 def run(arrays: Arrays, options: Options) -> tuple[np.ndarray, ...]:
@@ -85,12 +89,7 @@ def run(arrays: Arrays, options: Options) -> tuple[np.ndarray, ...]:
 def _check_output(name: str, arrays: Arrays) -> None:
     if not arrays[name].flags.writeable:
         raise ValueError(f"{name} is read-only; an output must be writable")
-    for other, array in arrays.items():
-        if other != name and np.may_share_memory(array, arrays[name], _OVERLAP_WORK):
-            raise ValueError(
-                f"{name} shares memory with {other}; outputs must not overlap inputs "
-                "or each other"
-            )
+    check_overlap(name, arrays)
 
 
 # Legal inputs make numbers overflow, underflow and turn into NaN below: a bias of -inf,

@@ -7,6 +7,7 @@ allocates its outputs, fills in the addresses and launches.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from .plan import Plan, make_plan
 from .problem import ArrayInfo, Options, Problem
 from .validate import (
     check_length_values,
+    check_overlap,
     contiguous_strides,
     describe_host,
     make_problem,
@@ -34,6 +36,8 @@ class _Prepared:
     plan: Plan
     template: Template
     outputs: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+    infos: Mapping[str, ArrayInfo]
+    spans: Mapping[str, tuple[int, int]]
     launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
 
     def load(self, device: Device) -> None:
@@ -54,7 +58,9 @@ def _prepare(
         (name, output_shape(problem, name), problem.operand(name).dtype)
         for name in problem.outputs
     )
-    return _Prepared(problem, plan, make_template(problem, plan.dbias_splits), outputs)
+    spans = {name: _span(info) for name, info in infos if 0 not in info.shape}
+    template = make_template(problem, plan.dbias_splits)
+    return _Prepared(problem, plan, template, outputs, dict(infos), spans)
 
 
 def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, ...]:
@@ -91,8 +97,8 @@ def _launch(
         if array is None:
             array = device.empty(shape, dtype)
             addresses[name] = pointer(array)
-        elif addresses[name] in (addresses["q"], addresses["k"], addresses["v"]):
-            _refuse_overlap(name, array)
+        else:
+            _check_overlap(name, addresses, prepared)
         results.append(array)
     plan = prepared.plan
     workspace = []  # is freed when this function returns, in the order of the stream
@@ -107,11 +113,44 @@ def _launch(
     return tuple(results)
 
 
-def _refuse_overlap(name: str, array: Any) -> None:
-    if array.size:
-        raise ValueError(
-            f"{name} starts at the address of an input; outputs must not overlap inputs"
+def _span(info: ArrayInfo) -> tuple[int, int]:
+    """Return the first byte of an array and the one past its last, from its address."""
+    steps = [(n - 1) * s for n, s in zip(info.shape, info.strides, strict=True)]
+    low, high = (sum(f(step, 0) for step in steps) for f in (min, max))
+    return low, high + info.dtype.itemsize
+
+
+def _check_overlap(name: str, addresses: dict[str, int], prepared: _Prepared) -> None:
+    """Raise ValueError if a given output shares memory with another array."""
+    spans = prepared.spans
+    if name not in spans:
+        return
+    first, last = (addresses[name] + end for end in spans[name])
+    near = [
+        other
+        for other, (low, high) in spans.items()
+        if addresses[other] + low < last and first < addresses[other] + high
+    ]
+    if len(near) > 1:  # with itself
+        # Only now look closer: parts of one buffer may lie between each other.
+        check_overlap(
+            name, {n: _stand_in(prepared.infos[n], addresses[n]) for n in near}
         )
+
+
+def _stand_in(info: ArrayInfo, address: int) -> np.ndarray:
+    """Return a NumPy array at a device's address, which must not be read."""
+
+    class Interface:
+        __array_interface__ = {
+            "data": (address, True),
+            "shape": (*info.shape, info.dtype.itemsize),
+            "strides": (*info.strides, 1),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    return np.asarray(Interface())
 
 
 def _check_device_lengths(

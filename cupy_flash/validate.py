@@ -20,6 +20,8 @@ from .problem import ArrayInfo, Operand, Options, Problem
 
 _LENGTH_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _MAX_SEQLEN = 2**30
+# How long NumPy searches for a common element before it says that there is one.
+_OVERLAP_WORK = 10_000
 
 
 def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
@@ -175,6 +177,19 @@ def check_bias_grad(bias_grad: bool, bias: object) -> None:
     """Raise ValueError if the gradient of a bias that isn't there is asked for."""
     if bias_grad and bias is None:
         raise ValueError("bias_grad=True needs a bias")
+
+
+def check_overlap(name: str, views: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError if the output `name` shares memory with another array.
+
+    The views stand for the arrays of a call; their data isn't read.
+    """
+    for other, view in views.items():
+        if other != name and np.may_share_memory(view, views[name], _OVERLAP_WORK):
+            raise ValueError(
+                f"{name} shares memory with {other}; outputs must not overlap inputs "
+                "or each other"
+            )
 
 
 def check_length_values(name: str, lengths: np.ndarray, limit: int) -> None:

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupy_flash.configs import FAMILIES
+
 from .reference import (
     assert_close,
     attention,
@@ -27,12 +29,9 @@ from .reference import (
 
 Array = NDArray[Any]
 
-# Every kernel family, as `config=` takes it: all of them run the same cases.
-FAMILIES = ("simt",)
-
-# Those of them that leave hidden keys out of sums instead of giving them the weight 0,
-# so that a NaN in a key reaches no row that doesn't see the key.
-EXACT_FAMILIES = ("simt",)
+# The kernel families that leave hidden keys out of sums instead of giving them the
+# weight 0, so that a NaN in a key reaches no row that doesn't see the key.
+EXACT_FAMILIES = tuple(family for family in FAMILIES if family in ("simt",))
 
 DTYPES = {
     "float16": np.dtype(np.float16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from .gpu.record import Recorder
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 _REASON = pytest.StashKey[str]()
+# PyTorch, JAX and CuPy warn of each other's and of NumPy's latest versions, and that is
+# no reason for a test of this library to fail.
+_ONLY_OUR_WARNINGS = pytest.mark.filterwarnings("default", "error:::cupy_flash")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +39,7 @@ def pytest_collection_modifyitems(
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(_ONLY_OUR_WARNINGS)
     need_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_gpu() if need_gpu else None
     if reason is not None:
@@ -58,9 +63,12 @@ def why_no_gpu() -> str | None:
     return None if count else "no usable GPU: CuPy finds no device"
 
 
+# Around pytest's own, so that it comes after its list of skipped tests.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+) -> Iterator[None]:
+    yield
     reason = config.stash.get(_REASON, None)
     if reason is None:
         return

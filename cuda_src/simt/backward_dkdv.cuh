@@ -71,15 +71,17 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         for (int j = 0; j < kN; ++j) terms[j] = reader.read(query0 + at.column(j));
 
         // Sᵀ = K Qᵀ
+        bool finite = true;
         Acc s[kM][kN] = {};
         for (int d0 = 0; d0 < head_dim; d0 += kChunkD) {
           __syncthreads();
           if constexpr (Traits::kResident) {
-            load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, 0, head_dim_v);
+            finite &=
+                load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, 0, head_dim_v);
           } else {
             load_tile<kChunkD, kThreads>(shared.a_d(), k, row0, seqlen.k, d0, head_dim);
           }
-          load_tile<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, d0, head_dim);
+          finite &= load_tile<kChunkD, kThreads>(shared.b_d(), q, query0, seqlen.q, d0, head_dim);
           __syncthreads();
           multiply_transposed<kChunkD>(s, shared.a_d(), shared.b_d(), at);
         }
@@ -90,11 +92,15 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
           if constexpr (!Traits::kResident) {
             __syncthreads();
             load_tile<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, d0, head_dim_v);
-            load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, d0, head_dim_v);
+            finite &=
+                load_tile<kChunkV, kThreads>(shared.b_v(), dout, query0, seqlen.q, d0, head_dim_v);
             __syncthreads();
           }
           multiply_transposed<kChunkV>(dp, shared.a_v(), shared.b_v(), at);
         }
+        bool skip_hidden = false;
+        if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(finite);
+        const Acc hidden = skip_hidden ? hidden_mark(Acc(0)) : Acc(0);
 
         // P = exp(S - lse) into the shared tile, dS = P (dP - delta) kept for later
         const bool all_visible =
@@ -105,12 +111,15 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
           for (int j = 0; j < kN; ++j) {
             const int query = query0 + at.column(j);
             const int key = row0 + at.row(i);
-            Acc p = Acc(0);
-            Acc ds = Acc(0);
+            Acc p = hidden;
+            Acc ds = hidden;
             if (all_visible || mask.visible(query, key)) {
               Acc chain;
-              p = probability(logits, terms[j], s[i][j], query, key, chain);
-              if (p != Acc(0)) ds = p * (dp[i][j] - terms[j].delta) * chain;
+              const Acc seen = probability(logits, terms[j], s[i][j], query, key, chain);
+              if (seen != Acc(0)) {
+                p = seen;
+                ds = seen * (dp[i][j] - terms[j].delta) * chain;
+              }
             }
             shared.weights.row(at.row(i))[at.column(j)] = p;
             s[i][j] = ds;
@@ -124,7 +133,7 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         __syncthreads();
 
         // dV += Pᵀ dO
-        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), out_at, false);
+        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), out_at, skip_hidden);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
@@ -138,7 +147,7 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         __syncthreads();
 
         // dK += dSᵀ Q
-        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), out_at, false);
+        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), out_at, skip_hidden);
       }
     }
 

@@ -68,7 +68,7 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
         if constexpr (!Traits::kResident) {
           load_tile<kChunkD, kThreads>(shared.a_d(), q, row0, seqlen.q, d0, head_dim);
         }
-        k_finite = load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
+        k_finite &= load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d0, head_dim);
         if constexpr (Traits::kResident) {
           load_tile<kChunkV, kThreads>(shared.b_v(), v, key0, seqlen.k, 0, head_dim_v);
         }
@@ -89,7 +89,7 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       }
       if constexpr (!Traits::kResident) {
         __syncthreads();
-        k_finite = load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
+        load_tile<kChunkD, kThreads>(shared.b_d(), k, key0, seqlen.k, d_out, head_dim);
       }
       bool skip_hidden = false;
       if constexpr (Mask<Traits>::kHidesInsideTiles) skip_hidden = !__syncthreads_and(k_finite);

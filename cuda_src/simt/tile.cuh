@@ -157,6 +157,10 @@ CUPY_FLASH_DEVICE void multiply_transposed(Acc (&sums)[kM][kN], TileA& a, TileB&
 }
 
 // sums += A B; A is a tile of weights (P or dS), B a row-major tile with kColumns columns in use.
+//
+// The product of the tile is summed by itself first, a few columns at a time: one sum over all of a
+// long sequence would lose digits with the square root of its length.
+//
 // With kSkipHidden, pairs marked as hidden are left out of the sum instead of entering it as
 // zeros: 0 * NaN would reach rows that don't see the NaN.
 template <int kColumns, bool kSkipHidden, int kM, int kN, class TileA, class TileB, class Acc,
@@ -165,26 +169,37 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, co
   using Columns = OutputColumns<Acc, kColumns>;
   static_assert(kN == Columns::kCount, "sums hold the columns in use");
   constexpr int kPack = 16 / int(sizeof(Acc));
+  constexpr int kGroup = kN % 4 == 0 ? 4 : kN;
+#pragma unroll
+  for (int group = 0; group < kN; group += kGroup) {
+    Acc product[kM][kGroup] = {};
 #pragma unroll 2
-  for (int k = 0; k < TileA::kColumns; k += kPack) {
-    Pack<Acc, kPack> left[kM];
+    for (int k = 0; k < TileA::kColumns; k += kPack) {
+      Pack<Acc, kPack> left[kM];
 #pragma unroll
-    for (int i = 0; i < kM; ++i) left[i] = read_pack<Acc, kPack>(a.row(at.row(i)) + k);
+      for (int i = 0; i < kM; ++i) left[i] = read_pack<Acc, kPack>(a.row(at.row(i)) + k);
 #pragma unroll
-    for (int e = 0; e < kPack; ++e) {
+      for (int e = 0; e < kPack; ++e) {
 #pragma unroll
-      for (int j = 0; j < kN; j += Columns::kPack) {
-        const auto right = read_pack<Acc, Columns::kPack>(b.row(k + e) + Columns::column(at.tx, j));
+        for (int j = 0; j < kGroup; j += Columns::kPack) {
+          const auto right =
+              read_pack<Acc, Columns::kPack>(b.row(k + e) + Columns::column(at.tx, group + j));
 #pragma unroll
-        for (int i = 0; i < kM; ++i) {
-          const Acc weight = left[i].element[e];
-          if (kSkipHidden && is_hidden_mark(weight)) continue;
+          for (int i = 0; i < kM; ++i) {
+            const Acc weight = left[i].element[e];
+            if (kSkipHidden && is_hidden_mark(weight)) continue;
 #pragma unroll
-          for (int c = 0; c < Columns::kPack; ++c) {
-            sums[i][j + c] = fma_of(weight, right.element[c], sums[i][j + c]);
+            for (int c = 0; c < Columns::kPack; ++c) {
+              product[i][j + c] = fma_of(weight, right.element[c], product[i][j + c]);
+            }
           }
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) sums[i][group + j] += product[i][j];
     }
   }
 }

@@ -10,6 +10,7 @@ import json
 import platform
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,11 @@ class Recorder:
             + ("some tests failed" if whole else "not all of tests/gpu was run")
         )  # fmt: skip
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter
-    ) -> None:
+    ) -> Iterator[None]:
+        yield
         if self.message:
             terminalreporter.write_line(self.message)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import cupy_flash
+from cupy_flash import launch
 from cupy_flash.configs import SimtTile
+from cupy_flash.device import cupy_device
 from cupy_flash.spec import KernelSpec
 
 from ..cases import (
@@ -27,7 +30,9 @@ from ..cases import (
 )
 
 try:
-    import cupy as cp
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as that it finds no toolkit
+        import cupy as cp
 except ImportError:  # then every test here is skipped
     cp = None
 
@@ -85,6 +90,19 @@ def mirror(x: Array) -> Copy:
 def to_gpu(x: Array) -> Any:
     """Return `mirror` of an array without its raw bytes."""
     return mirror(x).array
+
+
+def fetch(x: Any) -> Array:
+    """Copy an array of any strides to the host, as the integers that its bits are.
+
+    CuPy then needs no kernel that knows the dtype.
+    """
+    return x.view(f"u{x.itemsize}").get().view(x.dtype)
+
+
+def fetch_all(arrays: Mapping[str, Any]) -> dict[str, Array]:
+    """`fetch` each of them."""
+    return {name: fetch(x) for name, x in arrays.items()}
 
 
 def poison(*sizes: int) -> None:
@@ -159,7 +177,7 @@ def run(
         assert name not in given or x is given[name], name
     for name, copy in copies.items():
         assert copy.unchanged(inputs.arrays[name]), f"{name} was written"
-    return {name: x.get() for name, x in results.items()}
+    return fetch_all(results)
 
 
 def check(
@@ -238,6 +256,14 @@ def specs_of_parameters(
     for case, config in pairs:
         found |= dict.fromkeys(specs(case, config, device))
     return found
+
+
+def forget_kernels(*, keep: Callable[[KernelSpec], bool] = lambda _: False) -> None:
+    """Make the present device load its kernels anew, but for those to be kept."""
+    device = cupy_device(cp.cuda.runtime.getDevice())
+    for spec in [spec for spec in device._kernels if not keep(spec)]:
+        del device._kernels[spec]
+    launch._prepare.cache_clear()
 
 
 class PeakMemory(cp.cuda.MemoryHook if cp else object):

@@ -33,7 +33,17 @@ from ..cases import (
     make,
     normal,
 )
-from .running import PeakMemory, check, check_case, cp, pool_bytes, run, to_gpu
+from .running import (
+    PeakMemory,
+    check,
+    check_case,
+    cp,
+    fetch,
+    fetch_all,
+    pool_bytes,
+    run,
+    to_gpu,
+)
 
 families = pytest.mark.parametrize("family", FAMILIES)
 nan_and_inf = pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -244,7 +254,7 @@ def test_very_negative_logit(case: Case, family: str) -> None:
     inputs.q[...], inputs.k[...], inputs.v[...] = 64, -64, 1
     results = check(inputs, family, huge=True)
     np.testing.assert_array_equal(results["out"].astype(np.float32), 1)
-    np.testing.assert_allclose(results["lse"], -46340.95, rtol=1e-7)
+    np.testing.assert_allclose(results["lse"], -46340.95, rtol=3e-7)
     assert finite(*results.values())
 
 
@@ -391,7 +401,7 @@ def test_one_query_and_any_number_of_keys(case: Case, family: str) -> None:
         )
         part = replace(inputs, k=inputs.k[:, :n], v=inputs.v[:, :n])
         truths = expect(part, gradients=False)
-        compare({"out": out.get(), "lse": lse.get()}, truths)
+        compare(fetch_all({"out": out, "lse": lse}), truths)
     for n in (1, 2, 63, 64, 65, 127, 129, 255, 257, 300):
         check(replace(inputs, k=inputs.k[:, :n], v=inputs.v[:, :n]), family)
 
@@ -448,9 +458,7 @@ def test_unlimited_windows(case: Case, family: str) -> None:
         options = {"window": window, "causal": True}
         assert_same(run(inputs.with_options(**options), family), causal)
     # Limits beyond every distance, and beyond 32 bits.
-    compare(
-        run(inputs.with_options(window=(10**12, 2**31)), family), expect_case(case)
-    )
+    compare(run(inputs.with_options(window=(10**12, 2**31)), family), expect_case(case))
 
 
 @pytest.mark.parametrize("window", [(-1, -3), (7, -8), (-2, 0)])
@@ -539,7 +547,7 @@ def test_offsets_into_one_buffer(case: Case, offset: int, family: str) -> None:
     for name, size in zip(names, sizes, strict=True):
         host = getattr(inputs, name)
         arrays[name] = buffer[start : start + host.size].reshape(host.shape)
-        arrays[name].set(host)
+        arrays[name].data.copy_from_host(host.ctypes.data, host.nbytes)
         misalignment = arrays[name].data.ptr % (16 * host.itemsize)
         assert misalignment == offset * host.itemsize
         start += -(-size // 16) * 16
@@ -553,7 +561,7 @@ def test_offsets_into_one_buffer(case: Case, offset: int, family: str) -> None:
     results = dict(
         zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
     )
-    compare({n: x.get() for n, x in results.items()}, expect_case(case))
+    compare(fetch_all(results), expect_case(case))
 
 
 @families
@@ -649,7 +657,7 @@ def check_repeated(
         )
         part = parts.take(cp.array([0]), axis=at)
         assert bool((parts == part).all()), f"{name} differs between repetitions"
-        first[name] = part.squeeze(at).get().view(x.dtype)
+        first[name] = fetch(part.squeeze(at)).view(x.dtype)
     compare(first, truths)
     return first
 
@@ -712,7 +720,7 @@ def test_offsets_past_2_to_the_31(case: Case, family: str) -> None:
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
         got = flash_attention_backward(dout, q, k, v, out, lse, **options, **given)
         names = ("out", "lse", "dq", "dk", "dv")
-        return {n: x.get() for n, x in zip(names, (out, lse, *got), strict=True)}
+        return fetch_all(dict(zip(names, (out, lse, *got), strict=True)))
 
     results = both(keys, values, dk=dk, dv=dv)
     assert_same(results, both(cp.asarray(k), cp.asarray(v)))
@@ -758,20 +766,20 @@ def test_memory_of_a_large_backward(case: Case, family: str) -> None:
     assert hook.peak <= pool_bytes(*gradients, lse) + 2**20
 
     last, head, kv_head = 23, 8, 1
-    keys, values = (x[last, :, kv_head].get() for x in (k, v))
+    keys, values = (fetch(x[last, :, kv_head]) for x in (k, v))
     one = Inputs(
         inputs.q[0, :, head], keys, values, inputs.dout[0, :, head], None,
         {"causal": True},
     )  # fmt: skip
     dq, dk, dv = gradients
     results = {
-        "out": out[last, :, head].get(),
-        "lse": lse[last, head].get(),
-        "dq": dq[last, :, head].get(),
-        "dk": dk[last, :, kv_head].get(),
-        "dv": dv[last, :, kv_head].get(),
+        "out": out[last, :, head],
+        "lse": lse[last, head],
+        "dq": dq[last, :, head],
+        "dk": dk[last, :, kv_head],
+        "dv": dv[last, :, kv_head],
     }
-    compare(results, expect(one))
+    compare(fetch_all(results), expect(one))
 
 
 # --- Races ----------------------------------------------------------------------------
@@ -823,7 +831,7 @@ def test_arrays_on_a_device_that_is_not_current(case: Case, family: str) -> None
     )  # fmt: skip
     assert all(x.device.id == 1 for x in results.values())
     with cp.cuda.Device(1):
-        compare({name: x.get() for name, x in results.items()}, truths)
+        compare(fetch_all(results), truths)
 
 
 @pytest.mark.usefixtures("two_devices")
@@ -856,13 +864,15 @@ def test_arrays_on_two_devices(name: str) -> None:
 def test_float32_stays_exact_at_any_length(case: Case, family: str) -> None:
     """About 1e-6 relative error, whatever the number of keys or rows."""
     inputs = make(case)
+    # No two terms cancel in the long sums of out, lse and dv.
     for x in (inputs.v, inputs.dout):
         x[...] = 1 + 0.1 * x
-    results = check(inputs, family)
-    exact = {name: truth.exact for name, truth in expect(inputs).items()}
-    for name in ("out", "lse") if case.sk > case.sq else ("dk", "dv"):
-        error = np.linalg.norm(results[name] - exact[name])
-        assert error < 2e-6 * np.linalg.norm(exact[name]), name
+    truths = expect(inputs)
+    results = check(inputs, family, truths)
+    for name in ("out", "lse") if case.sk > case.sq else ("dv",):
+        exact = truths[name].exact
+        error = np.linalg.norm(results[name] - exact)
+        assert error < 2e-6 * np.linalg.norm(exact), name
 
 
 @families

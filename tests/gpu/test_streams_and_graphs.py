@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import cupy_flash
 from cupy_flash import flash_attention, flash_attention_backward
 
-from ..cases import (
-    FAMILIES,
-    Array,
-    Case,
-    Inputs,
-    assert_same,
-    check_against,
-    expect_case,
-    make,
+from ..cases import FAMILIES, Array, Case, Inputs, assert_same, make
+from .running import (
+    PeakMemory,
+    check,
+    check_case,
+    cp,
+    fetch_all,
+    forget_kernels,
+    pool_bytes,
+    run,
+    to_gpu,
 )
-from .running import PeakMemory, check, check_case, cp, pool_bytes, run, to_gpu
 
 families = pytest.mark.parametrize("family", FAMILIES)
 SMALL = {"d": 24, "dv": 20}
@@ -69,7 +70,7 @@ class Call:
     def change(self, inputs: Inputs) -> None:
         """Write other values into the arrays."""
         for name, x in inputs.arrays.items():
-            self.arrays[name].set(x)
+            self.arrays[name].data.copy_from_host(x.ctypes.data, x.nbytes)
 
     def spoil(self) -> None:
         """Fill all results with NaN."""
@@ -79,7 +80,7 @@ class Call:
     def results(self) -> dict[str, Array]:
         """Wait for everything, and copy the results to the host."""
         cp.cuda.runtime.deviceSynchronize()
-        return {name: x.get() for name, x in (self.given | self.made).items()}
+        return fetch_all(self.given | self.made)
 
 
 def spin(milliseconds: float) -> None:
@@ -93,6 +94,17 @@ def spin(milliseconds: float) -> None:
         "spin",
     )
     kernel((1,), (1,), (np.int64(milliseconds * 1e6),))
+
+
+def warm_stream(call: Call) -> Any:
+    """Return a stream that waits for no other, for which memory is in the pool."""
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        spin(0)
+        call.both()
+        call.both()
+    cp.cuda.runtime.deviceSynchronize()
+    return stream
 
 
 # Causal, grouped heads, and a bias whose gradient takes workspace of its own.
@@ -111,7 +123,7 @@ GRID = (
 def test_two_streams_at_once(case: Case, family: str) -> None:
     calls, wanted, streams = [], [], []
     for seed in (1, 2):
-        inputs = make(Case(**{**vars(case), "seed": seed}))
+        inputs = make(replace(case, seed=seed))
         wanted.append(check(inputs, family))
         calls.append(Call(inputs, family))
         streams.append(cp.cuda.Stream(non_blocking=True))
@@ -135,10 +147,9 @@ def test_order_on_a_stream_that_waits_for_no_other(case: Case, family: str) -> N
     inputs = make(case)
     wanted = check(inputs, family)
     call = Call(inputs, family)
-    call.both()
-    fresh = {name: x.copy() for name, x in call.arrays.items()}
+    fresh = {name: to_gpu(x) for name, x in inputs.arrays.items()}
     copied = {name: cp.empty_like(x) for name, x in call.given.items()}
-    stream = cp.cuda.Stream(non_blocking=True)
+    stream = warm_stream(call)
     for x in (*call.arrays.values(), *call.given.values(), *copied.values()):
         x.data.memset(0xFF, x.nbytes)
     cp.cuda.runtime.deviceSynchronize()
@@ -151,10 +162,7 @@ def test_order_on_a_stream_that_waits_for_no_other(case: Case, family: str) -> N
             x.data.copy_from_device_async(call.given[name].data, x.nbytes, stream)
         assert not stream.done, "the call waited for the stream"
     stream.synchronize()
-    assert_same(
-        {name: x.get() for name, x in copied.items()},
-        {name: wanted[name] for name in copied},
-    )
+    assert_same(fetch_all(copied), {name: wanted[name] for name in copied})
 
 
 @families
@@ -162,12 +170,8 @@ def test_order_on_a_stream_that_waits_for_no_other(case: Case, family: str) -> N
 def test_nothing_waits(case: Case, family: str) -> None:
     """A warm call returns while the GPU is still busy with what came before it."""
     call = Call(make(case), family)
-    call.both()
-    cp.cuda.runtime.deviceSynchronize()
-    stream = cp.cuda.Stream(non_blocking=True)
+    stream = warm_stream(call)
     with stream:
-        call.both()  # this stream's memory is then in the pool
-        stream.synchronize()
         spin(200)
         call.both()
         assert not stream.done
@@ -211,7 +215,8 @@ def test_graph(case: Case, direction: str, family: str) -> None:
 
     In between the memory pool is emptied and refilled.
     """
-    first, *others = (make(Case(**{**vars(case), "seed": seed})) for seed in range(3))
+    first, *others = (make(replace(case, seed=seed)) for seed in range(3))
+    check_case(replace(case, seed=0), family)
     call = Call(first, family)
     call.both()
     made = dict(call.made)
@@ -220,19 +225,16 @@ def test_graph(case: Case, direction: str, family: str) -> None:
     assert call.made.keys() == made.keys()
     blocks = garbage()
     for inputs in (*others, first):
+        wanted = run(inputs, family)
         call.change(inputs)
         call.spoil()
         cp.cuda.runtime.deviceSynchronize()
         if direction == "backward":
             call.forward()
-            assert made["lse"] is not call.made["lse"]
             # The graph reads the lse that was there when it was recorded.
-            made["lse"].data.copy_from_device(
-                call.made["lse"].data, made["lse"].nbytes
-            )
+            made["lse"].data.copy_from_device(call.made["lse"].data, made["lse"].nbytes)
             cp.cuda.runtime.deviceSynchronize()
         graph.launch()
-        wanted = check(inputs, family)
         got = call.results()
         for name in got.keys() & results_of(direction):
             np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
@@ -268,7 +270,7 @@ def test_several_replays_at_once(case: Case, family: str) -> None:
     """Two graphs on two streams: each has its own workspace."""
     pairs = []
     for seed in (1, 2):
-        inputs = make(Case(**{**vars(case), "seed": seed}))
+        inputs = make(replace(case, seed=seed))
         call = Call(inputs, family)
         call.both()
         pairs.append((call, capture(call.both), check(inputs, family)))
@@ -293,17 +295,10 @@ def test_a_cold_call_inside_a_capture(
     """It works, or it raises and the capture goes on."""
     case = Case("cold", "float32", **SMALL, sq=40, sk=50, causal=True)
     other = Case("warm", "float32", **SMALL, sq=40, sk=50)
+    forget_kernels(keep=lambda spec: not spec.variant.right)
     warm = Call(make(other), family)
     warm.both()
     call = Call(make(case), family)
-    device = cupy_flash.device.cupy_device(cp.cuda.runtime.getDevice())
-    # Kernels that this process has loaded are forgotten, but for those of `warm`.
-    kept = {
-        spec: kernel
-        for spec, kernel in device._kernels.items()
-        if not spec.variant.right
-    }
-    monkeypatch.setattr(device, "_kernels", kept)
     if disk == "cold":
         monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     errors = []
@@ -340,9 +335,7 @@ def test_a_cold_call_inside_a_capture(
     Case("bias", "float32", batch=(5,), sq=200, sk=200, hq=6, d=24, bias="1"),
     Case("causal", "float64", **SMALL, sq=150, sk=150, causal=True),
 )
-def test_the_same_bits_every_time(
-    case: Case, deterministic: bool, family: str
-) -> None:
+def test_the_same_bits_every_time(case: Case, deterministic: bool, family: str) -> None:
     """Forward in any case; backward when it is asked for."""
     inputs = make(case)
     first = check_case(case, family, deterministic=deterministic)
@@ -364,7 +357,7 @@ def test_the_same_bits_every_time(
 )
 def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
     """Forward: out and lse. Backward: the gradients and one number for each row."""
-    inputs = make(Case(**{**vars(case), "batch": (1,), "sq": n, "sk": n}))
+    inputs = make(replace(case, batch=(1,), sq=n, sk=n))
     arrays = {name: to_gpu(x) for name, x in inputs.arrays.items()}
     q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
     options = inputs.scalars | arrays | {"config": family}

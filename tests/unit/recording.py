@@ -7,37 +7,102 @@ interface runs on a machine with no GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.device import DeviceInfo
+from cupy_flash.params import params_dtype
 from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
+
+_ALIGNMENT = 256  # of what a GPU allocates
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded kernel launch."""
+    """One recorded kernel launch.
+
+    Attributes
+    ----------
+    live : frozenset of int
+        Addresses of the workspace that existed when the kernel was launched.
+    """
 
     spec: KernelSpec
     grid: int
     block: int
     shared: int
     params: np.ndarray
+    live: frozenset[int]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The kernel's argument, by the names of `cupy_flash.params`."""
+        struct = self.params.view(params_dtype(self.spec.batch_axes))[0]
+        return {name: struct[name] for name in struct.dtype.names}
+
+    def addresses(self, name: str, shape: Sequence[int], itemsize: int) -> np.ndarray:
+        """Return where the kernel finds each element of an array.
+
+        Parameters
+        ----------
+        name : field of the argument
+        shape : axes after the batch axes, in the kernel's order
+        itemsize : bytes of an element
+
+        Returns
+        -------
+        array of int64, shape (number of sequences, *shape)
+        """
+        fields = self.fields
+        sizes = (*fields["batch_shape"], *shape)
+        offsets = np.zeros(sizes, np.int64)
+        for axis, (size, stride) in enumerate(
+            zip(sizes, fields[f"{name}_strides"], strict=True)
+        ):
+            steps = np.arange(size) * stride
+            offsets += steps.reshape(-1, *(1,) * (len(sizes) - axis - 1))
+        sequences = int(fields["batch_shape"].prod())
+        return (int(fields[name]) + offsets * itemsize).reshape(sequences, *shape)
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """Workspace that was asked for; `array` is gone once it was freed."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+    address: int
+    array: weakref.ref[np.ndarray]
 
 
 @dataclass(eq=False)
 class RecordingDevice:
-    """Implements `cupy_flash.device.Device` on host memory."""
+    """Implements `cupy_flash.device.Device` on host memory.
+
+    Attributes
+    ----------
+    launches, temporaries : what was launched and allocated, in order
+    copied : shapes of what `dense_copy` copied
+    requested : kernels in the order in which they were asked for
+    compiled : those of them that were new
+    downloads : number of copies to the host
+    active_depth : how many times it is the current device right now
+    """
 
     info: DeviceInfo = DeviceInfo("recorder", 90, 132, 227 * 1024, (13, 0))
     launches: list[Launch] = field(default_factory=list)
-    temporaries: list[np.ndarray] = field(default_factory=list)
+    temporaries: list[Temporary] = field(default_factory=list)
+    copied: list[tuple[int, ...]] = field(default_factory=list)
+    requested: list[KernelSpec] = field(default_factory=list)
     compiled: list[KernelSpec] = field(default_factory=list)
+    downloads: int = 0
+    active_depth: int = 0
 
     def array(self, array: np.ndarray) -> np.ndarray:
         """View a NumPy array as one that lies on this device."""
@@ -56,42 +121,68 @@ class RecordingDevice:
         return array.__array_interface__["data"][0]
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Return a new array."""
-        return self.array(np.empty(shape, dtype))
+        """Return a new array, aligned as a GPU would."""
+        assert self.active_depth, "allocated while another device is current"
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return self.array(raw[start : start + size].view(dtype).reshape(shape))
 
     def temporary(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Return workspace, and remember it."""
-        self.temporaries.append(self.empty(shape, dtype))
-        return self.temporaries[-1]
+        array = self.empty(shape, dtype)
+        self.temporaries.append(
+            Temporary(
+                array.shape,
+                array.dtype,
+                array.nbytes,
+                self.pointer(array),
+                weakref.ref(array),
+            )
+        )
+        return array
 
     def dense_copy(self, array: Any) -> np.ndarray:
         """Return an aligned C-contiguous copy."""
         copy = self.temporary(array.shape, array.dtype)
         copy[...] = array
+        self.copied.append(copy.shape)
         return copy
 
     def clear(self, array: Any) -> None:
         """Fill an array with zeros."""
+        assert self.active_depth, "cleared while another device is current"
         array[...] = 0
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return the array as a plain NumPy array."""
+        self.downloads += 1
         return np.asarray(array)
 
-    def active(self) -> AbstractContextManager:
-        """Return a context in which this is the current device."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the current device for a while."""
+        self.active_depth += 1
+        try:
+            yield
+        finally:
+            self.active_depth -= 1
 
     def kernel(self, spec: KernelSpec) -> KernelSpec:
-        """Pretend to compile a kernel."""
-        self.compiled.append(spec)
+        """Pretend to compile a kernel, each once."""
+        assert self.active_depth, "compiled while another device is current"
+        if spec not in self.requested:
+            self.compiled.append(spec)
+        self.requested.append(spec)
         return spec
 
     def launch(
         self, kernel: KernelSpec, grid: int, block: int, shared: int, params: np.ndarray
     ) -> None:
         """Record a launch."""
-        self.launches.append(Launch(kernel, grid, block, shared, params))
+        assert self.active_depth, "launched while another device is current"
+        live = frozenset(t.address for t in self.temporaries if t.array() is not None)
+        self.launches.append(Launch(kernel, grid, block, shared, params, live))
 
 
 class DeviceArray(np.ndarray):

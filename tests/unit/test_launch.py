@@ -1,0 +1,952 @@
+"""The public functions on device arrays: what is launched, on what, how often.
+
+A `RecordingDevice` stands for the GPU. It computes nothing, so the tests look at what
+the kernels are given: every address and stride, the grids and the workspace.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from cupy_flash import (
+    explain,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_vjp,
+    launch,
+    settings,
+)
+from cupy_flash.configs import SimtTile
+from cupy_flash.params import POINTERS
+
+from .recording import DeviceArray, Launch, RecordingDevice
+
+DTYPES = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+
+SEQUENCES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+LOGITS = ("bias", "mask", "dbias")
+WORKSPACE = ("delta", "dbias_partial")
+
+
+@pytest.fixture
+def device() -> RecordingDevice:
+    return RecordingDevice()
+
+
+@pytest.fixture(autouse=True)
+def not_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says."""
+    monkeypatch.setattr(settings, "debug", False)
+
+
+@pytest.fixture(autouse=True)
+def forget_prepared_calls() -> Iterator[None]:
+    """Prepared calls keep their devices alive."""
+    yield
+    launch._prepare.cache_clear()
+
+
+@dataclass
+class Example:
+    """A call's arrays, as NumPy has them, and its other options."""
+
+    arrays: dict[str, np.ndarray]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> str:
+        return self.options.get("layout", "bshd")
+
+
+def lse_dtype(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def example(
+    *,
+    batch: tuple[int, ...] = (2,),
+    sq: int = 5,
+    sk: int = 7,
+    hq: int = 4,
+    hkv: int = 2,
+    d: int = 8,
+    dv: int = 6,
+    dtype: np.dtype = DTYPES["fp32"],
+    layout: str = "bshd",
+    **options: Any,
+) -> Example:
+    def shape(tokens: int, heads: int, size: int) -> tuple[int, ...]:
+        axes = (tokens, heads) if layout == "bshd" else (heads, tokens)
+        return (*batch, *axes, size)
+
+    arrays = {
+        "q": np.zeros(shape(sq, hq, d), dtype),
+        "k": np.zeros(shape(sk, hkv, d), dtype),
+        "v": np.zeros(shape(sk, hkv, dv), dtype),
+    }
+    return Example(arrays, options | {"layout": layout})
+
+
+# --- What the kernels are given -------------------------------------------------------
+
+
+def canonical(name: str, array: np.ndarray, like: Example) -> np.ndarray:
+    """View an array in the kernels' order of axes, batch axes first."""
+    q, k = like.arrays["q"], like.arrays["k"]
+    swapped = like.layout == "bhsd"
+    if name in SEQUENCES:
+        if array.ndim == 2:
+            return array[:, None]
+        return array.swapaxes(-2, -3) if swapped else array
+    if name in ("lse", "dlse"):
+        return array[None] if q.ndim == 2 else array
+    *batch, sq, heads, _ = canonical("q", q, like).shape
+    if name == "alibi_slopes":
+        return np.broadcast_to(array, (*batch, heads))
+    if name in LOGITS:
+        sk = canonical("k", k, like).shape[-3]
+        return np.broadcast_to(array, (*batch, heads, sq, sk))
+    return array
+
+
+def element_addresses(array: np.ndarray) -> np.ndarray:
+    """Return where each element of an array lies."""
+    addresses = np.full(array.shape, array.__array_interface__["data"][0], np.int64)
+    for axis, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
+        steps = np.arange(size) * stride
+        addresses += steps.reshape(-1, *(1,) * (array.ndim - axis - 1))
+    return addresses
+
+
+def check_launch(found: Launch, arrays: dict[str, np.ndarray], like: Example) -> None:
+    """Each element of each array is found where it lies; what is absent is null."""
+    fields = found.fields
+    batch = canonical("q", like.arrays["q"], like).shape[:-3]
+    sequences = int(np.prod(batch, dtype=np.int64))
+    for name, array in arrays.items():
+        view = canonical(name, array, like)
+        own = view.shape[len(batch) :]
+        np.testing.assert_array_equal(
+            found.addresses(name, own, array.itemsize),
+            element_addresses(view).reshape(sequences, *own),
+            err_msg=name,
+        )
+    for name in set(POINTERS) - set(arrays) - set(WORKSPACE):
+        assert fields[name] == 0, f"{name} isn't null"
+    for name in WORKSPACE:
+        assert fields[name] == 0 or int(fields[name]) in found.live, name
+    q = canonical("q", like.arrays["q"], like)
+    k = canonical("k", like.arrays["k"], like)
+    v = canonical("v", like.arrays["v"], like)
+    assert fields["batch_shape"].prod() == sequences
+    sizes = {
+        "seqlen_q": q.shape[-3], "seqlen_k": k.shape[-3], "heads_q": q.shape[-2],
+        "heads_kv": k.shape[-2], "head_dim": q.shape[-1], "head_dim_v": v.shape[-1],
+    }  # fmt: skip
+    assert {name: fields[name] for name in sizes} == sizes
+    for name in ("q_lengths", "k_lengths"):
+        size = arrays[name].itemsize if name in arrays else 0
+        assert fields[f"{name}_bytes"] == size
+
+
+def names(launches: Sequence[Launch]) -> list[str]:
+    return [found.spec.kernel for found in launches]
+
+
+def on(device: RecordingDevice, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: device.array(array) for name, array in arrays.items()}
+
+
+def output_shape(like: Example) -> tuple[int, ...]:
+    return (*like.arrays["q"].shape[:-1], like.arrays["v"].shape[-1])
+
+
+def lse_shape(like: Example) -> tuple[int, ...]:
+    q = like.arrays["q"]
+    if q.ndim == 2:
+        return q.shape[:1]
+    heads, tokens = (-2, -3) if like.layout == "bshd" else (-3, -2)
+    return (*q.shape[:-3], q.shape[heads], q.shape[tokens])
+
+
+def check_forward(
+    device: RecordingDevice,
+    like: Example,
+    out: np.ndarray | None = None,
+    return_lse: bool = True,
+) -> dict[str, Any]:
+    """Run and check a forward call; return all its arrays."""
+    arrays = on(device, like.arrays)
+    device.launches.clear()
+    given = {} if out is None else {"out": out}
+    results = flash_attention(**arrays, **given, **like.options, return_lse=return_lse)
+    if return_lse:
+        arrays["out"], arrays["lse"] = results
+        assert arrays["lse"].shape == lse_shape(like)
+        assert arrays["lse"].dtype == lse_dtype(like.arrays["q"].dtype)
+        assert arrays["lse"].flags.c_contiguous
+    else:
+        arrays["out"] = results
+    assert arrays["out"].shape == output_shape(like)
+    assert arrays["out"].dtype == like.arrays["q"].dtype
+    if out is None:
+        assert arrays["out"].flags.c_contiguous
+    else:
+        assert arrays["out"] is out
+    assert names(device.launches) == ["forward"]
+    check_launch(device.launches[0], arrays, like)
+    return arrays
+
+
+def check_backward(
+    device: RecordingDevice,
+    like: Example,
+    given: dict[str, np.ndarray] | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Run and check a backward call; return all its arrays."""
+    dtype = like.arrays["q"].dtype
+    arrays = on(device, like.arrays)
+    for name in ("out", "dout"):
+        arrays[name] = device.array(np.zeros(output_shape(like), dtype))
+    arrays["lse"] = device.array(np.zeros(lse_shape(like), lse_dtype(dtype)))
+    arrays |= on(device, {n: x for n, x in extra.items() if hasattr(x, "shape")})
+    options = {n: x for n, x in extra.items() if not hasattr(x, "shape")}
+    device.launches.clear()
+    results = flash_attention_backward(
+        **arrays, **(given or {}), **options, **like.options
+    )
+    expected = ["dq", "dk", "dv"]
+    kernels = ["delta", "backward_dq", "backward_dkdv"]
+    if extra.get("bias_grad"):
+        expected.append("dbias")
+        kernels.append("backward_dbias")
+        if device.launches[-1].spec.kernel == "reduce_dbias":
+            kernels.append("reduce_dbias")
+    assert names(device.launches) == kernels
+    for name, result in zip(expected, results, strict=True):
+        of = like.arrays["bias" if name == "dbias" else name[1:]]
+        assert (result.shape, result.dtype) == (of.shape, of.dtype), name
+        if name in (given or {}):
+            assert result is given[name]
+        else:
+            assert result.flags.c_contiguous
+        arrays[name] = result
+    for found in device.launches:
+        check_launch(found, arrays, like)
+    return arrays
+
+
+# --- Shapes, layouts, strides ---------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("batch", [(), (3,), (1, 1), (2, 3), (2, 1, 3)])
+def test_shapes(
+    device: RecordingDevice, batch: tuple[int, ...], layout: str, dtype: np.dtype
+) -> None:
+    like = example(batch=batch, layout=layout, dtype=dtype)
+    check_forward(device, like)
+    check_forward(device, like, return_lse=False)
+    check_backward(device, like)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_one_head_of_two_axes(device: RecordingDevice, layout: str) -> None:
+    arrays = {"q": np.zeros((5, 8)), "k": np.zeros((7, 8)), "v": np.zeros((7, 6))}
+    like = Example(arrays, {"layout": layout})
+    made = check_forward(device, like)
+    assert made["lse"].shape == (5,)
+    check_backward(device, like, dlse=np.zeros(5))
+
+
+@pytest.mark.parametrize(("hq", "hkv"), [(1, 1), (6, 1), (6, 2), (6, 6)])
+def test_grouped_heads(device: RecordingDevice, hq: int, hkv: int) -> None:
+    like = example(hq=hq, hkv=hkv)
+    check_forward(device, like)
+    check_backward(device, like)
+
+
+def test_views_of_one_packed_array(device: RecordingDevice) -> None:
+    packed = np.zeros((2, 5, 3, 4, 8), np.float32)
+    q, k, v = (packed[:, :, n] for n in range(3))
+    like = Example({"q": q, "k": k, "v": v})
+    check_forward(device, like)
+    gradient = np.zeros_like(packed)
+    given = {
+        name: device.array(gradient[:, :, n]) for n, name in enumerate(("dq", "dk"))
+    }
+    check_backward(device, like, given)
+    assert not device.copied
+
+
+def test_a_cache_that_all_sequences_share(device: RecordingDevice) -> None:
+    like = example(batch=(3,))
+    for name in ("k", "v"):
+        like.arrays[name] = np.broadcast_to(
+            like.arrays[name][:1], like.arrays[name].shape
+        )
+    check_forward(device, like)
+    check_backward(device, like)
+    assert not device.copied
+
+
+@st.composite
+def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Draw an array with any order of axes, gaps, reversed and broadcast axes."""
+    order = draw(st.permutations(range(len(shape))))
+    gaps = [draw(st.integers(1, 3)) for _ in shape]
+    kinds = [draw(st.sampled_from(["", "", "", "back", "one"])) for _ in shape]
+    base = np.zeros(
+        [1 if kinds[a] == "one" else shape[a] * gaps[a] for a in order], dtype
+    )
+    array = base.transpose(np.argsort(order))
+    for axis, (gap, kind) in enumerate(zip(gaps, kinds, strict=True)):
+        step = -gap if kind == "back" else gap
+        cut = [slice(None)] * len(shape)
+        cut[axis] = slice(None, None, 1 if kind == "one" else step)
+        array = array[tuple(cut)]
+    return np.broadcast_to(array, shape)
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    batch = tuple(draw(st.lists(st.integers(1, 3), max_size=3)))
+    hkv = draw(st.integers(1, 3))
+    like = example(
+        batch=batch, layout=draw(st.sampled_from(["bshd", "bhsd"])), dtype=dtype,
+        hkv=hkv, hq=hkv * draw(st.integers(1, 2)), sq=draw(st.integers(1, 6)),
+    )  # fmt: skip
+    for name, array in like.arrays.items():
+        like.arrays[name] = draw(views(array.shape, dtype))
+    *_, sq, heads, _ = canonical("q", like.arrays["q"], like).shape
+    logits = (*batch, heads, sq, 7)
+    for name, kind in (
+        ("bias", st.sampled_from(list(DTYPES.values()))),
+        ("mask", None),
+    ):
+        if draw(st.booleans()):
+            shape = tuple(draw(st.sampled_from([1, size])) for size in logits)
+            shape = shape[draw(st.integers(0, len(shape))) :]
+            made = np.dtype(bool) if kind is None else draw(kind)
+            like.arrays[name] = draw(views(shape, made))
+    if draw(st.booleans()):
+        shape = (*(batch if draw(st.booleans()) else ()), heads)
+        like.arrays["alibi_slopes"] = draw(views(shape, np.dtype(np.float32)))
+    for name in ("q_lengths", "k_lengths"):
+        if draw(st.booleans()):
+            made = np.dtype(draw(st.sampled_from([np.int32, np.int64])))
+            like.arrays[name] = draw(views(batch, made))
+    return like
+
+
+@hypothesis_settings(deadline=None, max_examples=150)
+@given(examples(), st.booleans())
+def test_any_strides(like: Example, dlse: bool) -> None:
+    device = RecordingDevice()
+    check_forward(device, like)
+    extra: dict[str, Any] = {"bias_grad": "bias" in like.arrays}
+    if dlse:
+        dtype = lse_dtype(like.arrays["q"].dtype)
+        extra["dlse"] = np.broadcast_to(np.zeros((), dtype), lse_shape(like))
+    check_backward(device, like, **extra)
+    assert not device.copied
+
+
+# --- Outputs --------------------------------------------------------------------------
+
+
+def test_lse_is_not_written_unless_asked_for(device: RecordingDevice) -> None:
+    like = example()
+    made = check_forward(device, like, return_lse=False)
+    assert isinstance(made["out"], DeviceArray)
+    assert device.launches[0].fields["lse"] == 0
+    check_forward(device, like)
+    assert device.launches[0].fields["lse"] != 0
+
+
+def test_outputs_that_are_given(device: RecordingDevice) -> None:
+    like = example(batch=(2, 3))
+    for make in (
+        lambda shape: np.zeros(shape, np.float32),
+        lambda shape: np.zeros((*shape[:-1], 9), np.float32)[..., : shape[-1]],
+        lambda shape: np.zeros(shape[::-1], np.float32).T,
+        lambda shape: np.zeros(shape, np.float32)[..., ::-1, :],
+    ):
+        check_forward(device, like, out=device.array(make(output_shape(like))))
+        given = {
+            f"d{name}": device.array(make(like.arrays[name].shape)) for name in "qkv"
+        }
+        check_backward(device, like, given)
+        check_backward(device, like, {"dk": given["dk"]})
+
+
+def test_an_output_whose_elements_are_misaligned(device: RecordingDevice) -> None:
+    """It must be refused, or written: not left as it was and another one returned."""
+    like = example(batch=())
+    raw = np.zeros(1000, np.uint8)
+    out = np.ndarray(output_shape(like), np.float32, raw, strides=(102, 25, 4))
+    arrays = on(device, like.arrays)
+    try:
+        result = flash_attention(**arrays, out=device.array(out))
+    except ValueError as error:
+        assert "out" in str(error)
+    else:
+        assert np.shares_memory(result, raw)
+
+
+def test_outputs_on_inputs_are_refused(device: RecordingDevice) -> None:
+    like = example(dv=8, hkv=4, sk=5)
+    arrays = on(device, like.arrays)
+    for name in "qkv":
+        with pytest.raises(ValueError, match=r"out .*overlap"):
+            flash_attention(**arrays, out=arrays[name])
+    assert not device.launches
+    forward = on(device, {"out": like.arrays["q"] + 1, "dout": like.arrays["q"] + 1})
+    forward["lse"] = device.array(np.zeros(lse_shape(like), np.float32))
+    for name in ("dq", "dk", "dv"):
+        with pytest.raises(ValueError, match=rf"{name} .*overlap"):
+            flash_attention_backward(**arrays, **forward, **{name: arrays["k"]})
+    assert not device.launches
+
+
+def test_outputs_that_overlap_somewhere_are_refused(device: RecordingDevice) -> None:
+    """Not only where both start at one address, and not only on q, k and v."""
+    raw = device.array(np.zeros(400, np.float32))
+    shape = (2, 5, 2, 8)
+    q, shifted = raw[:160].reshape(shape), raw[8:168].reshape(shape)
+    k, other = (device.array(np.zeros(shape, np.float32)) for _ in range(2))
+    lse = device.array(np.zeros((2, 2, 5), np.float32))
+    with pytest.raises(ValueError, match="overlap"):
+        flash_attention(q, k, k, out=shifted)
+    with pytest.raises(ValueError, match="overlap"):
+        flash_attention_backward(other, k, k, k, k, lse, dq=other)
+    with pytest.raises(ValueError, match="overlap"):
+        flash_attention_backward(k, k, k, k, k, lse, dk=other, dv=other)
+
+
+def test_empty_results_launch_nothing(device: RecordingDevice) -> None:
+    for size in ({"batch": (0,)}, {"sq": 0}, {"batch": (2, 0)}):
+        like = example(**size, dv=8)
+        arrays = on(device, like.arrays)
+        out, lse = flash_attention(**arrays, return_lse=True)
+        assert out.shape == output_shape(like) and lse.shape == lse_shape(like)
+        # Whatever an empty output's address is, it lies on no input.
+        assert flash_attention(**arrays, out=arrays["q"]) is arrays["q"]
+        assert not device.launches
+        results = flash_attention_backward(out, *arrays.values(), out, lse)
+        assert [x.shape for x in results] == [x.shape for x in arrays.values()]
+        expected = ["backward_dkdv"] if size == {"sq": 0} else []
+        assert names(device.launches) == expected
+        device.launches.clear()
+
+
+def test_no_keys(device: RecordingDevice) -> None:
+    """The kernels still write zeros and -inf, and dbias has nobody else to do it."""
+    like = example(sk=0)
+    like.arrays["bias"] = np.zeros((2, 1, 5, 1), np.float32)
+    check_forward(device, like)
+    arrays = on(device, like.arrays)
+    out = device.array(np.zeros(output_shape(like), np.float32))
+    lse = device.array(np.zeros(lse_shape(like), np.float32))
+    device.launches.clear()
+    *_, dbias = flash_attention_backward(
+        out, **arrays, out=out, lse=lse, bias_grad=True
+    )
+    assert names(device.launches) == ["delta", "backward_dq"]
+    assert dbias.shape == (2, 1, 5, 1) and not dbias.any()
+
+
+def test_the_function_of_vjp(device: RecordingDevice) -> None:
+    like = example()
+    like.arrays["bias"] = np.zeros((4, 1, 7), np.float32)
+    arrays = on(device, like.arrays)
+    out, vjp = flash_attention_vjp(**arrays, causal=True, bias_grad=True)
+    (found,) = device.launches
+    assert found.fields["lse"] != 0, "backward needs it"
+    assert found.fields["out"] == device.pointer(out)
+    assert found.spec.variant.right
+    device.launches.clear()
+    dq, dk, dv, dbias = vjp(device.array(np.ones_like(out)))
+    assert dbias.shape == (4, 1, 7)
+    backward = device.launches[0].fields
+    for name in ("q", "k", "v", "bias", "out", "lse"):
+        assert backward[name] == found.fields[name], name
+    assert device.launches[1].spec.variant == found.spec.variant
+    (out, lse), vjp = flash_attention_vjp(**arrays, return_lse=True)
+    assert lse.shape == lse_shape(like)
+    assert len(vjp(out, dlse=lse)) == 3
+    assert device.launches[-1].fields["dlse"] == device.pointer(lse)
+
+
+# --- Launches -------------------------------------------------------------------------
+
+
+def test_launches_are_those_of_the_plan(device: RecordingDevice) -> None:
+    like = example(sq=300, sk=200, d=40, dv=200)
+    like.arrays["bias"] = np.zeros((200,), np.float32)
+    for direction in ("forward", "backward"):
+        backward = direction == "backward"
+        if backward:
+            check_backward(device, like, bias_grad=True)
+        else:
+            check_forward(device, like)
+        plan = explain(
+            **on(device, like.arrays), **like.options, return_lse=not backward,
+            bias_grad=backward, direction=direction,
+        )  # fmt: skip
+        assert plan.device is device.info
+        assert [(x.spec, x.grid, x.block, x.shared) for x in device.launches] == [
+            (s.spec, s.grid, s.block, s.shared_memory) for s in plan.steps
+        ]
+        last = device.launches[-1].fields
+        assert last["dbias_splits"] == plan.dbias_splits
+        assert (plan.dbias_splits > 1) == backward
+
+
+def test_config_is_obeyed(device: RecordingDevice) -> None:
+    tile = SimtTile(32, 32, 64, 64, resident=False)
+    like = example(config=tile)
+    check_forward(device, like)
+    assert device.launches[0].spec.tile == tile
+    check_backward(device, like)
+    assert [x.spec.tile for x in device.launches] == [None, tile, tile]
+    arrays = on(device, like.arrays)
+    with pytest.raises(ValueError, match="doesn't fit"):
+        flash_attention(**arrays, config=SimtTile(512, 512, 64, 64, resident=False))
+    with pytest.raises(ValueError, match="config"):
+        flash_attention(**arrays, config="wgmma9")
+
+
+def test_options_reach_the_kernels(device: RecordingDevice) -> None:
+    like = example(causal="top_left", window=(3, 9), scale=-2.0, softcap=5.0)
+    check_forward(device, like)
+    fields, variant = device.launches[0].fields, device.launches[0].spec.variant
+    assert (fields["left"], fields["right"], fields["top_left"]) == (3, 0, 1)
+    assert (fields["scale"], fields["softcap"]) == (-2.0, 5.0)
+    assert variant.left and variant.right and variant.softcap and variant.scale_first
+
+
+def test_a_window_may_be_a_list(device: RecordingDevice) -> None:
+    like = example(window=[3, None])
+    check_forward(device, like)
+    check_backward(device, like)
+    first = device.launches[1].fields
+    check_backward(device, example(window=(3, None)))
+    assert first["left"] == device.launches[1].fields["left"] == 3
+    assert len(set(device.compiled)) == len(device.compiled)
+
+
+# --- Workspace ------------------------------------------------------------------------
+
+
+def test_workspace_lives_as_long_as_the_launches(device: RecordingDevice) -> None:
+    like = example(sq=300)
+    like.arrays["bias"] = np.zeros((4, 1, 1), np.float32)
+    gc.disable()  # so that what frees it is not the collector
+    try:
+        check_backward(device, like, bias_grad=True)
+    finally:
+        gc.enable()
+    delta, partial = device.temporaries
+    assert delta.shape == (2, 4, 300)
+    assert device.launches[-1].spec.kernel == "reduce_dbias"
+    for found in device.launches:
+        assert found.live == {delta.address, partial.address}
+        assert found.fields["delta"] == delta.address
+        assert found.fields["dbias_partial"] == partial.address
+    assert delta.array() is None and partial.array() is None, "never freed"
+
+
+def test_forward_needs_no_workspace(device: RecordingDevice) -> None:
+    check_forward(device, example(sq=300, dv=500))
+    assert not device.temporaries
+
+
+def broadcast_example(length: int) -> Example:
+    """A long sequence that takes no memory."""
+    shape = (1, length, 2, 64)
+    q = np.broadcast_to(np.zeros((), np.float16), shape)
+    arrays = {"q": q, "k": q, "v": q}
+    return Example(arrays)
+
+
+def test_memory_is_linear_in_the_sequence(device: RecordingDevice) -> None:
+    def taken(length: int) -> int:
+        like = broadcast_example(length)
+        arrays = on(device, like.arrays)
+        arrays["mask"] = device.array(
+            np.broadcast_to(np.zeros((), bool), (length, length))
+        )
+        arrays["bias"] = device.array(np.zeros((1, length), np.float32))
+        device.temporaries.clear()
+        out, lse = flash_attention(**arrays, return_lse=True)
+        results = flash_attention_backward(
+            out, **arrays, out=out, lse=lse, bias_grad=True
+        )
+        made = sum(x.nbytes for x in (out, lse, *results))
+        return made + sum(x.nbytes for x in device.temporaries)
+
+    # At most: outputs, delta, and parts of dbias that depend on the GPU alone.
+    parts = 4 * 132 * 64 * 64 * 4
+    assert taken(8192) <= 2 * taken(4096) + parts
+    assert taken(65536) <= 16 * taken(4096) + parts
+
+
+# --- Once and for all -----------------------------------------------------------------
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a call was checked and planned."""
+    counter: Counter[str] = Counter()
+
+    def counted(name: str) -> None:
+        original = getattr(launch, name)
+
+        def wrapper(*arguments: Any) -> Any:
+            counter[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(launch, name, wrapper)
+
+    for name in ("make_problem", "make_plan", "make_template"):
+        counted(name)
+    return counter
+
+
+def test_the_second_call_of_a_kind_prepares_nothing(
+    device: RecordingDevice, counts: Counter[str]
+) -> None:
+    once = {"make_problem": 1, "make_plan": 1, "make_template": 1}
+    for _ in range(3):
+        like = example(causal=True)  # other arrays of the same shapes
+        check_forward(device, like)
+        assert counts == once
+    assert len(device.requested) == 1
+    counts.clear()
+    device.requested.clear()
+    for _ in range(3):
+        check_backward(device, example(causal=True))
+        assert counts == once
+    assert len(device.requested) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sq": 6}, {"sk": 8}, {"hq": 2}, {"d": 16}, {"dv": 8}, {"batch": (3,)},
+        {"dtype": DTYPES["fp16"]}, {"layout": "bhsd", "hkv": 4}, {"causal": True},
+        {"window": (1, 1)}, {"scale": 0.5}, {"softcap": 1.0}, {"precision": "tf32"},
+        {"config": "simt"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_call_of_another_kind_is_prepared(
+    device: RecordingDevice, counts: Counter[str], change: dict[str, Any]
+) -> None:
+    check_forward(device, example())
+    check_forward(device, example(**change))
+    assert counts["make_problem"] == counts["make_plan"] == 2
+    check_forward(device, example())
+    assert counts["make_plan"] == 2
+
+
+def test_strides_and_alignment_are_part_of_the_kind(
+    device: RecordingDevice, counts: Counter[str]
+) -> None:
+    check_forward(device, example())
+    like = example()
+    like.arrays["q"] = like.arrays["q"][:, ::-1]
+    check_forward(device, like)
+    assert counts["make_plan"] == 2
+    like = example()
+    raw = np.zeros(like.arrays["q"].size + 8, np.float32)
+    start = (4 - raw.ctypes.data % 16 // 4) % 4 + 1  # 4 bytes past a multiple of 16
+    like.arrays["q"] = raw[start:][: like.arrays["q"].size].reshape(2, 5, 4, 8)
+    check_forward(device, like)
+    assert counts["make_plan"] == 3
+
+
+def test_devices_are_prepared_apart(counts: Counter[str]) -> None:
+    first, second = RecordingDevice(), RecordingDevice()
+    for device in (first, second, first, second):
+        check_forward(device, example())
+    assert counts["make_plan"] == 2
+    assert len(first.requested) == len(second.requested) == 1
+
+
+def test_one_kernel_serves_many_shapes(device: RecordingDevice) -> None:
+    for sq in (1, 5, 64, 1000):
+        for batch in ((), (2,), (3, 2)):
+            check_forward(device, example(sq=sq, batch=batch))
+    assert len(device.compiled) == 1
+    check_forward(device, example(causal=True))
+    assert len(device.compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"scale": 1.0}, {"scale": True}),
+        ({"causal": True}, {"causal": 1}),
+        ({"window": (1, 1)}, {"window": (1.0, 1)}),
+    ],
+)
+def test_what_is_refused_stays_refused(
+    device: RecordingDevice, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """Equal values of another type, after the right ones were accepted."""
+    arrays = on(device, example().arrays)
+    with pytest.raises(TypeError):
+        flash_attention(**arrays, **wrong)
+    flash_attention(**arrays, **right)
+    with pytest.raises(TypeError):
+        flash_attention(**arrays, **wrong)
+
+
+def test_many_threads_at_once() -> None:
+    """The first calls of a kind may come at the same time."""
+    device = RecordingDevice()
+    arrays = on(device, example().arrays)
+    barrier = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            barrier.wait(10)
+            for _ in range(20):
+                flash_attention(**arrays)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(device.launches) == 8 * 20
+    assert {x.fields["q"] for x in device.launches} == {device.pointer(arrays["q"])}
+    outs = [int(x.fields["out"]) for x in device.launches]
+    assert all(outs)
+
+
+# --- Misaligned inputs ----------------------------------------------------------------
+
+
+def misaligned(shape: tuple[int, ...], dtype: np.dtype, by: int = 1) -> np.ndarray:
+    """An array whose first element lies `by` bytes past a multiple of 16."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(size + 32, np.uint8)
+    start = -raw.ctypes.data % 16 + by
+    array = np.ndarray(shape, dtype, raw, offset=start)
+    array[...] = np.arange(array.size).reshape(shape)
+    return array
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_misaligned_inputs_are_copied_once(device: RecordingDevice, name: str) -> None:
+    like = example()
+    array = misaligned(like.arrays[name].shape, like.arrays[name].dtype)
+    like.arrays[name] = array
+    arrays = on(device, like.arrays)
+    kept = array.copy()
+    flash_attention(**arrays, return_lse=True)
+    assert device.copied == [array.shape]
+    (copy,) = device.temporaries
+    (found,) = device.launches
+    assert found.fields[name] == copy.address and copy.address in found.live
+    assert found.fields[f"{name}_strides"].tolist() == [
+        s // 4 for s in np.zeros_like(array).strides
+    ]
+    assert copy.array() is None, "never freed"
+    np.testing.assert_array_equal(array, kept)
+    for other in {"q", "k", "v"} - {name}:
+        assert found.fields[other] == device.pointer(arrays[other])
+
+
+def test_misaligned_arrays_of_every_kind(device: RecordingDevice) -> None:
+    like = example()
+    arrays = on(
+        device,
+        like.arrays
+        | {
+            "bias": misaligned((4, 5, 7), DTYPES["bf16"]),
+            "alibi_slopes": misaligned((4,), np.dtype(np.float32), 2),
+            "k_lengths": misaligned((2,), np.dtype(np.int64), 4),
+            "mask": misaligned((5, 7), np.dtype(bool), 3),  # bytes lie anywhere
+            "dout": misaligned((2, 5, 4, 6), np.dtype(np.float32), 2),
+            "dlse": misaligned((2, 4, 5), np.dtype(np.float32), 2),
+            "out": np.zeros((2, 5, 4, 6), np.float32),
+            "lse": np.zeros((2, 4, 5), np.float32),
+        },
+    )
+    flash_attention_backward(**arrays)
+    assert sorted(device.copied) == sorted(
+        [(4, 5, 7), (4,), (2,), (2, 5, 4, 6), (2, 4, 5)]
+    )
+    for found in device.launches:
+        for name in ("bias", "alibi_slopes", "k_lengths", "dout", "dlse"):
+            assert int(found.fields[name]) in found.live, name
+        assert found.fields["mask"] == device.pointer(arrays["mask"])
+
+
+@dtypes
+def test_elements_on_their_own_multiples_are_not_copied(
+    device: RecordingDevice, dtype: np.dtype
+) -> None:
+    like = example(dtype=dtype)
+    shape = like.arrays["q"].shape
+    like.arrays["q"] = misaligned(shape, dtype, dtype.itemsize)
+    check_forward(device, like)
+    assert not device.copied
+
+
+# --- Kinds of arrays ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "mask", "k_lengths", "out"])
+def test_host_arrays_beside_device_arrays(device: RecordingDevice, name: str) -> None:
+    like = example()
+    like.arrays |= {
+        "bias": np.zeros((5, 7), np.float32),
+        "mask": np.zeros((5, 7), bool),
+        "k_lengths": np.zeros(2, np.int32),
+        "out": np.zeros(output_shape(like), np.float32),
+    }
+    arrays = on(device, like.arrays)
+    arrays[name] = like.arrays[name]
+    with pytest.raises(TypeError) as raised:
+        flash_attention(**arrays)
+    assert f"{name} is a NumPy array" in str(raised.value)
+    assert "lies on a GPU" in str(raised.value)
+    assert not device.launches
+
+
+def test_host_arrays_beside_device_arrays_in_backward(device: RecordingDevice) -> None:
+    q = np.zeros((5, 8), np.float32)
+    lse = np.zeros(5, np.float32)
+    x = device.array(q)
+    with pytest.raises(TypeError, match="lse is a NumPy array"):
+        flash_attention_backward(x, x, x, x, x, lse)
+    with pytest.raises(TypeError, match="dout is a NumPy array"):
+        flash_attention_backward(q, x, x, x, x, device.array(lse))
+
+
+def test_arrays_of_two_devices(device: RecordingDevice) -> None:
+    like = example()
+    arrays = on(device, like.arrays)
+    arrays["v"] = RecordingDevice().array(like.arrays["v"])
+    with pytest.raises(ValueError, match=r"q lies on .* and v on .*one device"):
+        flash_attention(**arrays)
+    assert not device.launches
+
+
+def test_errors_come_before_any_launch(device: RecordingDevice) -> None:
+    arrays = on(device, example().arrays)
+    for change, error in (
+        ({"causal": "sideways"}, ValueError),
+        ({"softcap": -1.0}, ValueError),
+        ({"scale": float("nan")}, ValueError),
+        ({"window": 3}, TypeError),
+        ({"layout": "sbhd"}, ValueError),
+        ({"k": device.array(np.zeros((2, 7, 3, 8), np.float32))}, ValueError),
+        ({"k": device.array(np.zeros((2, 7, 2, 8)))}, TypeError),
+        ({"mask": device.array(np.zeros((5, 7)))}, TypeError),
+    ):
+        for _ in range(2):  # also when the same call comes again
+            with pytest.raises(error):
+                flash_attention(**(arrays | change))
+    assert not device.launches and not device.temporaries and not device.requested
+
+
+# --- Lengths --------------------------------------------------------------------------
+
+
+def test_lengths_on_the_device_are_not_read(device: RecordingDevice) -> None:
+    like = example()
+    like.arrays |= {
+        "q_lengths": np.array([99, -3], np.int32),  # the kernels clamp them
+        "k_lengths": np.array([0, 1 << 40]),
+    }
+    check_forward(device, like)
+    check_backward(device, like)
+    assert device.downloads == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "limit"),
+    [
+        ("q_lengths", [6, 0], 5),
+        ("k_lengths", [0, 8], 7),
+        ("k_lengths", [-1, 3], 7),
+    ],
+)
+def test_the_debug_switch_reads_them(
+    device: RecordingDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    values: list[int],
+    limit: int,
+) -> None:
+    monkeypatch.setattr(settings, "debug", True)
+    like = example()
+    like.arrays[name] = np.array([0, limit])
+    check_forward(device, like)
+    assert device.downloads == 1
+    device.launches.clear()
+    like.arrays[name] = np.array(values)  # of the same kind: it is checked again
+    with pytest.raises(ValueError) as raised:
+        flash_attention(**on(device, like.arrays))
+    message = str(raised.value)
+    assert name in message and str(limit) in message
+    assert str(min(values)) in message and str(max(values)) in message
+    assert not device.launches
+
+
+def test_the_debug_switch_is_free_without_lengths(
+    device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "debug", True)
+    check_forward(device, example())
+    assert device.downloads == 0
+
+
+# --- The current device ---------------------------------------------------------------
+
+
+def test_another_device_is_current_again_afterwards(
+    device: RecordingDevice,
+) -> None:
+    """The recorder itself refuses to work while it isn't the current device."""
+    check_forward(device, example())
+    assert device.active_depth == 0
+    like = example()
+    like.arrays["q"] = misaligned(like.arrays["q"].shape, like.arrays["q"].dtype)
+    flash_attention(**on(device, like.arrays))
+    assert device.active_depth == 0
+    arrays = on(device, example(dv=8, hkv=4, sk=5).arrays)
+    with pytest.raises(ValueError, match="overlap"):
+        flash_attention(**arrays, out=arrays["q"])
+    assert device.active_depth == 0
