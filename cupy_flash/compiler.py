@@ -24,6 +24,8 @@ from .spec import KernelSpec
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$')
 _OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")
+# What CuPy raises if it, or the library, isn't there.
+_NVRTC_MISSING = (ImportError, OSError, RuntimeError)
 _DIGEST = 24  # hexadecimal digits of a hash in a file name
 
 
@@ -102,7 +104,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Return NVRTC's version, (0, 0) if it can't be loaded."""
     try:
         return _nvrtc().getVersion()
-    except (ImportError, OSError, RuntimeError):
+    except _NVRTC_MISSING:
         return (0, 0)
 
 
@@ -120,9 +122,15 @@ def options(capability: int) -> tuple[tuple[str, ...], str]:
     Raises
     ------
     CompileError
-        If this NVRTC can't make code for that GPU.
+        If there is no NVRTC, or this one can't make code for that GPU.
     """
-    known = _nvrtc().getSupportedArchs()
+    try:
+        known = _nvrtc().getSupportedArchs()
+    except _NVRTC_MISSING as error:
+        raise CompileError(
+            "NVRTC can't be loaded; pip install 'cupy-flash[cuda13]' brings it "
+            f"({str(error).strip().partition(chr(10))[0]})"
+        ) from error
     if capability in known:
         return (*_OPTIONS, f"-arch=sm_{capability}"), ".cubin"
     older = [arch for arch in known if arch < capability]

@@ -48,10 +48,19 @@ class _Prepared:
         ]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096, typed=True)
 def _prepare(
-    device: Device, infos: tuple[tuple[str, ArrayInfo], ...], options: Options
+    device: Device,
+    infos: tuple[tuple[str, ArrayInfo], ...],
+    window_types: tuple[type, ...],
+    *fields: Any,
 ) -> _Prepared:
+    """Prepare a call with the options `fields`.
+
+    They come one by one so that their types count: 1 == True, but only one of them
+    is a legal `causal`.
+    """
+    options = Options(*fields)
     problem = make_problem(dict(infos), options)
     plan = make_plan(problem, device.info)
     outputs = tuple(
@@ -67,12 +76,14 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
     """Compute a call on a device; return its outputs in order."""
     describe = device.describe
     infos = tuple([(name, describe(array)) for name, array in arrays.items()])
+    window = options.window
+    types = tuple(map(type, window)) if isinstance(window, (tuple, list)) else ()
     try:
-        prepared = _prepare(device, infos, options)
+        prepared = _prepare(device, infos, types, *options)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        prepared = _prepare.__wrapped__(device, infos, options)
+        prepared = _prepare.__wrapped__(device, infos, types, *options)
     with device.active():
         if prepared.plan.copies:
             arrays = dict(arrays)

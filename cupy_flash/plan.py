@@ -115,7 +115,8 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     Raises
     ------
     ValueError
-        If ``config=`` asks for a tile that doesn't fit.
+        If ``config=`` asks for a tile that doesn't fit, or an output isn't aligned to
+        its elements.
     """
     reasons: list[str] = []
     copies = _misaligned(problem, reasons)
@@ -145,7 +146,13 @@ def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
     names = []
     for operand in problem.operands:
         size = operand.dtype.itemsize
-        if operand.misalignment % size or any(s % size for s in operand.strides):
+        steps = zip(operand.shape, operand.strides, strict=True)
+        if operand.misalignment % size or any(s % size for n, s in steps if n > 1):
+            if operand.name in problem.outputs:
+                raise ValueError(
+                    f"{operand.name} has elements that don't lie on multiples of "
+                    f"{size} bytes; an output must be aligned to its elements"
+                )
             names.append(operand.name)
             reasons.append(
                 f"{operand.name} is copied: its elements of {size} bytes don't lie on "

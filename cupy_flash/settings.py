@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_DEFAULT = "~/.cupy/kernel_cache"
+
 debug: bool = os.environ.get("CUPY_FLASH_DEBUG", "") not in ("", "0")
 
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels; it need not exist."""
-    root = os.environ.get("CUPY_CACHE_DIR")
-    base = Path(root) if root else Path("~/.cupy/kernel_cache").expanduser()
-    return base / "cupy_flash"
+    # As CuPy finds its own; os.path.expanduser doesn't mind that there is no home.
+    root = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser(_DEFAULT)
+    return Path(root, "cupy_flash")

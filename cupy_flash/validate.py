@@ -465,11 +465,6 @@ def _check_writable(name: str, info: ArrayInfo) -> None:
             f"{name} has shape {info.shape} and strides {info.strides}: an output must "
             "not be a broadcast view"
         )
-    if info.misalignment % info.dtype.itemsize:
-        raise ValueError(
-            f"{name} starts {info.misalignment} bytes past a 16-byte boundary; an "
-            f"output must be aligned to its {info.dtype.itemsize}-byte elements"
-        )
 
 
 def gather(

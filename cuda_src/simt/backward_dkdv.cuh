@@ -8,6 +8,12 @@
 namespace cupy_flash {
 namespace simt {
 
+// dK and dV together leave few registers: their products are made four columns at a time.
+template <int kCount>
+CUPY_FLASH_DEVICE constexpr int group_of() {
+  return kCount % 4 == 0 ? 4 : kCount;
+}
+
 template <class Traits>
 CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
@@ -18,6 +24,8 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
   constexpr int kOutputRows = Traits::kRows / OutputGrid<kThreads>::kHeight;
   constexpr int kChunkD = Traits::kChunkD;
   constexpr int kChunkV = Traits::kChunkV;
+  constexpr int kOutputD = kChunkD / kOutputWidth;
+  constexpr int kOutputV = kChunkV / kOutputWidth;
 
   auto& shared = shared_storage<BackwardStorage<Traits>>();
   const LogitGrid<kThreads> at;
@@ -53,8 +61,8 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
       load_tile<kChunkV, kThreads>(shared.a_v(), v, row0, seqlen.k, 0, head_dim_v);
     }
 
-    Acc dk[kOutputRows][kChunkD / kOutputWidth] = {};
-    Acc dv[kOutputRows][kChunkV / kOutputWidth] = {};
+    Acc dk[kOutputRows][kOutputD] = {};
+    Acc dv[kOutputRows][kOutputV] = {};
     for (int member = 0; member < group; ++member) {
       const int head = kv_head * group + member;
       const Mask<Traits> mask(params, batch, head, seqlen);
@@ -133,7 +141,9 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         __syncthreads();
 
         // dV += Pᵀ dO
-        if (has_dv) multiply_rows<kChunkV>(dv, shared.weights, shared.b_v(), out_at, skip_hidden);
+        if (has_dv)
+          multiply_rows<kChunkV, group_of<kOutputV>()>(dv, shared.weights, shared.b_v(), out_at,
+                                                       skip_hidden);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
@@ -147,7 +157,9 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
         __syncthreads();
 
         // dK += dSᵀ Q
-        if (has_dk) multiply_rows<kChunkD>(dk, shared.weights, shared.b_d(), out_at, skip_hidden);
+        if (has_dk)
+          multiply_rows<kChunkD, group_of<kOutputD>()>(dk, shared.weights, shared.b_d(), out_at,
+                                                       skip_hidden);
       }
     }
 

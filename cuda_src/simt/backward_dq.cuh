@@ -115,7 +115,7 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
       __syncthreads();
 
       // dQ += dS K
-      multiply_rows<kChunkD>(dq, shared.weights, shared.b_d(), out_at, skip_hidden);
+      multiply_rows<kChunkD, kOutput>(dq, shared.weights, shared.b_d(), out_at, skip_hidden);
     }
 
     const auto out = head_matrix<Element>(params.dq, params.dq_strides, batch, head);

@@ -108,7 +108,7 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
       __syncthreads();
 
       // O += P V
-      multiply_rows<Traits::kChunkV>(o, shared.p, shared.kv, at, skip_hidden);
+      multiply_rows<Traits::kChunkV, kOutput>(o, shared.p, shared.kv, at, skip_hidden);
     }
 
     // O / l, and lse = m + log l. A row that sees no key is 0 and -inf.

@@ -158,18 +158,18 @@ CUPY_FLASH_DEVICE void multiply_transposed(Acc (&sums)[kM][kN], TileA& a, TileB&
 
 // sums += A B; A is a tile of weights (P or dS), B a row-major tile with kColumns columns in use.
 //
-// The product of the tile is summed by itself first, a few columns at a time: one sum over all of a
-// long sequence would lose digits with the square root of its length.
+// The product of the tile is summed by itself first, kGroup of a thread's columns at a time: one
+// sum over all of a long sequence would lose digits with the square root of its length.
 //
 // With kSkipHidden, pairs marked as hidden are left out of the sum instead of entering it as
 // zeros: 0 * NaN would reach rows that don't see the NaN.
-template <int kColumns, bool kSkipHidden, int kM, int kN, class TileA, class TileB, class Acc,
-          class Grid>
+template <int kColumns, int kGroup, bool kSkipHidden, int kM, int kN, class TileA, class TileB,
+          class Acc, class Grid>
 CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, const Grid& at) {
   using Columns = OutputColumns<Acc, kColumns>;
   static_assert(kN == Columns::kCount, "sums hold the columns in use");
   constexpr int kPack = 16 / int(sizeof(Acc));
-  constexpr int kGroup = kN % 4 == 0 ? 4 : kN;
+  static_assert(kN % kGroup == 0 && kGroup % Columns::kPack == 0, "groups of whole packs");
 #pragma unroll
   for (int group = 0; group < kN; group += kGroup) {
     Acc product[kM][kGroup] = {};
@@ -204,13 +204,13 @@ CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, co
   }
 }
 
-template <int kColumns, int kM, int kN, class TileA, class TileB, class Acc, class Grid>
+template <int kColumns, int kGroup, int kM, int kN, class TileA, class TileB, class Acc, class Grid>
 CUPY_FLASH_DEVICE void multiply_rows(Acc (&sums)[kM][kN], TileA& a, TileB& b, const Grid& at,
                                      bool skip_hidden) {
   if (skip_hidden) {
-    multiply_rows<kColumns, true>(sums, a, b, at);
+    multiply_rows<kColumns, kGroup, true>(sums, a, b, at);
   } else {
-    multiply_rows<kColumns, false>(sums, a, b, at);
+    multiply_rows<kColumns, kGroup, false>(sums, a, b, at);
   }
 }
 

@@ -41,10 +41,13 @@ BY_ACCUMULATOR = {4: FLOAT32, 8: FLOAT64}
 MAIN, OLDEST = 90, 75
 MORE = (75, 80, 86, 89, 100, 120)
 
-# Bytes that a thread may keep outside its registers. A few dozen around the inner loops
-# cost nothing that can be measured, and more blocks per multiprocessor are worth them;
-# much more would mean that an accumulator has left the registers.
-MAX_SPILL = 384
+# Bytes of registers that a kernel may store to local memory, without and with options,
+# by the accumulator's size. A few dozen around the inner loops cost nothing that can be
+# measured, and more blocks per multiprocessor are worth them; a whole accumulator of a
+# thread (64 x 128 over 128 threads) would be 256 bytes of float32 and come with its
+# loads in every round. float64 has half as many registers for twice as wide a tile row,
+# and isn't tuned.
+MAX_SPILL = {4: (128, 640), 8: (768, 1280)}
 
 KERNELS = {
     "forward": configs.SIMT_FORWARD,
@@ -257,7 +260,10 @@ def check(case: Case, outcome: Outcome) -> None:
     assert outcome.elf
     blocks = case.spec.tile.blocks if case.spec.family == "simt" else 1
     assert outcome.registers * case.spec.threads * blocks <= 65536
-    assert outcome.spill_stores <= MAX_SPILL
+    accumulator = 8 if case.spec.dtype == FLOAT64 else 4
+    plainly, at_most = MAX_SPILL[accumulator]
+    in_use = case.spec.variant.mask  # all options, or none to speak of
+    assert outcome.spill_stores <= (at_most if in_use else plainly)
     if case.spec.family == "passes":
         assert outcome.spill_stores == 0
 

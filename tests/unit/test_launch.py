@@ -430,19 +430,56 @@ def test_outputs_on_inputs_are_refused(device: RecordingDevice) -> None:
     assert not device.launches
 
 
-def test_outputs_that_overlap_somewhere_are_refused(device: RecordingDevice) -> None:
-    """Not only where both start at one address, and not only on q, k and v."""
-    raw = device.array(np.zeros(400, np.float32))
-    shape = (2, 5, 2, 8)
-    q, shifted = raw[:160].reshape(shape), raw[8:168].reshape(shape)
-    k, other = (device.array(np.zeros(shape, np.float32)) for _ in range(2))
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes"])
+def test_outputs_that_overlap_somewhere_are_refused(
+    device: RecordingDevice, name: str
+) -> None:
+    """Not only where both start at one address."""
+    like = example(dv=8, hkv=4, sk=5)
+    like.arrays["bias"] = np.zeros((2, 4, 5, 5), np.float32)
+    like.arrays["alibi_slopes"] = np.zeros((2, 4), np.float32)
+    shape = like.arrays[name].shape
+    raw = device.array(np.zeros(1000, np.float32))
+    arrays = on(device, like.arrays)
+    size = like.arrays[name].size
+    out = raw[:320].reshape(2, 5, 4, 8)
+    for start in (8, 319, 320 - size):
+        if start < 0:
+            continue
+        for view in (raw[start : start + size], raw[start : start + size][::-1]):
+            arrays[name] = view.reshape(shape)
+            with pytest.raises(ValueError, match=rf"out .*{name}.*overlap"):
+                flash_attention(**arrays, out=out)
+    assert not device.launches
+    arrays[name] = raw[320 : 320 + size].reshape(shape)  # right behind it
+    assert flash_attention(**arrays, out=out) is out
+
+
+def test_gradients_that_overlap_are_refused(device: RecordingDevice) -> None:
+    x, y, z = (device.array(np.zeros((2, 5, 2, 8), np.float32)) for _ in range(3))
     lse = device.array(np.zeros((2, 2, 5), np.float32))
-    with pytest.raises(ValueError, match="overlap"):
-        flash_attention(q, k, k, out=shifted)
-    with pytest.raises(ValueError, match="overlap"):
-        flash_attention_backward(other, k, k, k, k, lse, dq=other)
-    with pytest.raises(ValueError, match="overlap"):
-        flash_attention_backward(k, k, k, k, k, lse, dk=other, dv=other)
+    arguments = {"dout": y, "q": x, "k": x, "v": x, "out": z, "lse": lse}
+    for name, outputs in (
+        ("dout", {"dq": y}),
+        ("out", {"dk": z}),
+        ("dv|dk", {"dk": (w := device.array(np.zeros_like(x))), "dv": w}),
+        ("dq|dk", {"dq": w, "dk": w[::-1]}),
+    ):
+        with pytest.raises(ValueError, match=name):
+            flash_attention_backward(**arguments, **outputs)
+    assert not device.launches
+
+
+def test_outputs_may_lie_between_inputs(device: RecordingDevice) -> None:
+    """Memory is shared only where elements are."""
+    packed = device.array(np.zeros((2, 5, 4, 4, 8), np.float32))
+    q, k, v, out = (packed[:, :, n] for n in range(4))
+    assert flash_attention(q, k, v, out=out) is out
+    lse = device.array(np.zeros((2, 4, 5), np.float32))
+    rest = device.array(np.zeros((2, 5, 3, 4, 8), np.float32))
+    dq, dk, dv = (rest[:, :, n] for n in range(3))
+    results = flash_attention_backward(out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+    assert all(x is y for x, y in zip(results, (dq, dk, dv), strict=True))
 
 
 def test_empty_results_launch_nothing(device: RecordingDevice) -> None:

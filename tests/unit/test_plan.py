@@ -547,6 +547,28 @@ def test_what_lies_across_its_elements_is_copied() -> None:
     assert make_plan(make(arrays=both), HOPPER).copies == ("q", "bias")
 
 
+def test_an_output_is_not_copied() -> None:
+    """The caller would look for the result where it isn't."""
+    between = info((2, 100, 4, 64))._replace(strides=(102402, 1024, 256, 4))
+    for out in (shifted((2, 100, 4, 64), 2), between):
+        with pytest.raises(ValueError, match=r"out .*aligned"):
+            make_plan(make(arrays={"out": out}), HOPPER)
+        with pytest.raises(ValueError, match=r"dq .*aligned"):
+            make_plan(make("backward", arrays={"dq": out}), HOPPER)
+        # In backward it is an input.
+        assert make_plan(make("backward", arrays={"out": out}), HOPPER).copies == (
+            "out",
+        )
+
+
+@pytest.mark.xfail(strict=True, reason="every stride is looked at")
+def test_a_stride_that_no_step_takes_does_not_matter() -> None:
+    """An axis of length 1 may have any stride."""
+    q = info((1, 100, 1, 64))._replace(strides=(3, 256, 7, 4))
+    problem = make(batch=(1,), hq=1, hkv=1, arrays={"q": q, "out": q})
+    assert make_plan(problem, HOPPER).copies == ()
+
+
 @dtypes
 def test_whole_elements_are_never_copied(dtype: np.dtype) -> None:
     """Any start and any stride that is a multiple of the element."""
