@@ -247,8 +247,9 @@ def _write_atomically(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        os.chmod(temporary, 0o644)  # others may share the folder
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:  # a KeyboardInterrupt too
         _discard(Path(temporary))
         raise
 

@@ -43,52 +43,59 @@ class SimtTile:
 
     @property
     def name(self) -> str:
-        """The tile in a kernel's name."""
-        resident = "r" if self.resident else "s"
-        return f"{self.rows}x{self.columns}d{self.chunk_d}v{self.chunk_v}{resident}"
+        """The tile in a kernel's name: r is for resident, s for streaming."""
+        kind = "r" if self.resident else "s"
+        return (
+            f"{self.rows}x{self.columns}d{self.chunk_d}v{self.chunk_v}{kind}"
+            f"_{self.blocks}x{self.threads}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SimtRow:
-    """For accumulators of `accumulator` bytes and head sizes up to `max_head_dim`."""
+    """For accumulators of `accumulator` bytes and head sizes up to the limits."""
 
     accumulator: int
     max_head_dim: int | None
+    max_head_dim_v: int | None
     tile: SimtTile
 
 
+# Measured on the H200 at S=4096: float32 with head sizes 64 and 128, float64 with 64
+# (bench/LOG.md). The other rows follow the same pattern and aren't tuned.
 SIMT_FORWARD = (
-    SimtRow(4, 32, SimtTile(64, 64, 32, 32, resident=True, blocks=3)),
-    SimtRow(4, 64, SimtTile(64, 64, 64, 64, resident=True, blocks=3)),
-    SimtRow(4, 96, SimtTile(64, 64, 96, 96, resident=True)),
-    SimtRow(4, 128, SimtTile(64, 64, 128, 128, resident=True)),
-    SimtRow(4, None, SimtTile(64, 64, 64, 128, resident=False)),
-    SimtRow(8, 32, SimtTile(64, 32, 32, 32, resident=True)),
-    SimtRow(8, 64, SimtTile(64, 32, 64, 64, resident=True)),
-    SimtRow(8, None, SimtTile(64, 32, 64, 128, resident=False)),
+    SimtRow(4, 32, 32, SimtTile(64, 64, 32, 32, resident=True, blocks=3)),
+    SimtRow(4, 64, 64, SimtTile(64, 64, 64, 64, resident=True, blocks=3)),
+    SimtRow(4, 96, 96, SimtTile(64, 64, 96, 96, resident=True)),
+    SimtRow(4, 64, None, SimtTile(64, 64, 64, 128, resident=True)),
+    SimtRow(4, 128, None, SimtTile(64, 64, 128, 128, resident=True)),
+    SimtRow(4, None, None, SimtTile(64, 64, 64, 128, resident=False)),
+    SimtRow(8, 32, 32, SimtTile(64, 32, 32, 32, resident=True)),
+    SimtRow(8, 64, 64, SimtTile(64, 32, 64, 64, resident=True)),
+    SimtRow(8, None, None, SimtTile(64, 32, 64, 128, resident=False)),
     # 48 KiB of shared memory: compute capability 5.0 to 6.2.
-    SimtRow(4, 64, SimtTile(64, 32, 64, 64, resident=True)),
-    SimtRow(4, None, SimtTile(64, 32, 64, 64, resident=False)),
-    SimtRow(8, None, SimtTile(64, 32, 32, 32, resident=False)),
+    SimtRow(4, 64, None, SimtTile(64, 32, 64, 64, resident=True)),
+    SimtRow(4, None, None, SimtTile(64, 32, 64, 64, resident=False)),
+    SimtRow(8, None, None, SimtTile(64, 32, 32, 32, resident=False)),
 )
 
 # dq, and dk with dv: the same products with the sides exchanged.
 SIMT_BACKWARD = (
-    SimtRow(4, 32, SimtTile(64, 32, 32, 32, resident=True, blocks=3)),
-    SimtRow(4, 64, SimtTile(64, 32, 64, 64, resident=True, blocks=3)),
-    SimtRow(4, 96, SimtTile(64, 32, 96, 96, resident=True)),
-    SimtRow(4, 128, SimtTile(64, 32, 128, 128, resident=True)),
-    SimtRow(4, None, SimtTile(64, 32, 128, 128, resident=False)),
-    SimtRow(8, 32, SimtTile(64, 32, 32, 32, resident=True)),
-    SimtRow(8, None, SimtTile(64, 32, 64, 64, resident=False)),
+    SimtRow(4, 32, 32, SimtTile(64, 32, 32, 32, resident=True, blocks=3)),
+    SimtRow(4, 64, 64, SimtTile(64, 32, 64, 64, resident=True, blocks=3)),
+    SimtRow(4, 96, 96, SimtTile(64, 32, 96, 96, resident=True)),
+    SimtRow(4, 128, 128, SimtTile(64, 32, 128, 128, resident=True)),
+    SimtRow(4, None, None, SimtTile(64, 32, 128, 128, resident=False)),
+    SimtRow(8, 32, 32, SimtTile(64, 32, 32, 32, resident=True)),
+    SimtRow(8, None, None, SimtTile(64, 32, 64, 64, resident=False)),
     # 48 KiB of shared memory: compute capability 5.0 to 6.2.
-    SimtRow(4, None, SimtTile(64, 32, 64, 64, resident=False)),
-    SimtRow(8, None, SimtTile(64, 32, 32, 32, resident=False)),
+    SimtRow(4, None, None, SimtTile(64, 32, 64, 64, resident=False)),
+    SimtRow(8, None, None, SimtTile(64, 32, 32, 32, resident=False)),
 )
 
 SIMT_BACKWARD_DBIAS = (
-    SimtRow(4, None, SimtTile(64, 32, 64, 64, resident=False)),
-    SimtRow(8, None, SimtTile(64, 32, 32, 32, resident=False)),
+    SimtRow(4, None, None, SimtTile(64, 32, 64, 64, resident=False)),
+    SimtRow(8, None, None, SimtTile(64, 32, 32, 32, resident=False)),
 )
 
 PASS_THREADS = 128

@@ -263,7 +263,13 @@ def _import(name: str, array: Any) -> tuple[Device, Any]:
         raise TypeError(
             f"{name} is a {kind} that doesn't lie on a CUDA device; {accepted}"
         )
-    import cupy
+    try:
+        import cupy
+    except ImportError:
+        raise TypeError(
+            f"{name} is a {kind} on a CUDA device, which needs CuPy: "
+            "pip install 'cupy-flash[cuda13]'"
+        ) from None
 
     # A torch tensor that requires a gradient refuses to be exported as it is.
     array = array.detach() if hasattr(array, "detach") else array

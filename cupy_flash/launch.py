@@ -192,11 +192,16 @@ def explain(
             "NumPy arrays are computed on the CPU without a plan; name a GPU, such as "
             "device='sm_90'"
         )
-    describe = describe_host if owner is None else owner.describe
+    describe = _describe_address if owner is None else owner.describe
     infos = {name: describe(array) for name, array in arrays.items()}
     if options.direction == "backward":
         infos = _with_forward_results(infos, options)
     return make_plan(make_problem(infos, options), info)
+
+
+def _describe_address(array: np.ndarray) -> ArrayInfo:
+    """Describe a NumPy array as if it lay on a GPU, where alignment matters."""
+    return describe_host(array)._replace(misalignment=array.ctypes.data & 15)
 
 
 def _with_forward_results(

@@ -5,6 +5,7 @@ Nothing here touches a GPU. Every decision leaves a reason in the plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,7 +219,7 @@ class _Builder:
 
     def forward(self) -> None:
         p = self.problem
-        tile = self._tile("forward", configs.SIMT_FORWARD, p.head_dim)
+        tile = self._tile("forward", configs.SIMT_FORWARD)
         chunks = _blocks(p.head_dim_v, tile.chunk_v)
         if chunks > 1:
             self.reasons.append(
@@ -236,11 +237,10 @@ class _Builder:
         )
         self._workspace("delta", (p.batch, p.heads_q, p.seqlen_q))
         self._pass("delta", None, _blocks(p.batch * p.heads_q * p.seqlen_q, 4))
-        head_dim = max(p.head_dim, p.head_dim_v)
-        tile = self._tile("backward_dq", configs.SIMT_BACKWARD, head_dim)
+        tile = self._tile("backward_dq", configs.SIMT_BACKWARD)
         rows, chunks = _blocks(p.seqlen_q, tile.rows), _blocks(p.head_dim, tile.chunk_d)
         self._step("backward_dq", tile, p.batch * p.heads_q * rows * chunks)
-        tile = self._tile("backward_dkdv", configs.SIMT_BACKWARD, head_dim)
+        tile = self._tile("backward_dkdv", configs.SIMT_BACKWARD)
         rows = _blocks(p.seqlen_k, tile.rows)
         chunks = max(
             _blocks(p.head_dim, tile.chunk_d), _blocks(p.head_dim_v, tile.chunk_v)
@@ -252,7 +252,7 @@ class _Builder:
     def _dbias(self) -> None:
         """Plan the bias's gradient; the counts are those of common/bias_tile.cuh."""
         p = self.problem
-        tile = self._tile("backward_dbias", configs.SIMT_BACKWARD_DBIAS, None)
+        tile = self._tile("backward_dbias", configs.SIMT_BACKWARD_DBIAS)
         dbias = p.operand("dbias")
         counts = (
             *p.batch_shape,
@@ -284,9 +284,7 @@ class _Builder:
             self._workspace("dbias_partial", (owned * splits, tile.rows, tile.columns))
             self._pass("reduce_dbias", tile, owned)
 
-    def _tile(
-        self, kernel: str, table: tuple[configs.SimtRow, ...], head_dim: int | None
-    ) -> SimtTile:
+    def _tile(self, kernel: str, table: tuple[configs.SimtRow, ...]) -> SimtTile:
         """Take the first row whose limits hold and which fits the GPU."""
 
         def fits(tile: SimtTile) -> bool:
@@ -306,13 +304,12 @@ class _Builder:
                 )
             return self.tile
         for row in table:
-            if row.accumulator != self.sums.itemsize or (
-                row.max_head_dim is not None
-                and head_dim is not None
-                and head_dim > row.max_head_dim
-            ):
-                continue
-            if fits(row.tile):
+            applies = (
+                row.accumulator == self.sums.itemsize
+                and self.problem.head_dim <= (row.max_head_dim or math.inf)
+                and self.problem.head_dim_v <= (row.max_head_dim_v or math.inf)
+            )
+            if applies and fits(row.tile):
                 self.reasons.append(f"{kernel}: tile {row.tile.name}")
                 return row.tile
         raise AssertionError("the last rows of a table fit every GPU")

@@ -267,8 +267,9 @@ def test_forward_tiles(gpu: str, dtype: str, d: int, tile: str) -> None:
     plan = make_plan(make(d=d, dtype=DTYPES[dtype]), DEVICES[gpu])
     assert plan.family == "simt"
     assert kernels(plan) == ["forward"]
-    assert tiles(plan)["forward"].name == tile
-    assert f"forward: tile {tile}" in plan.reasons
+    name = tiles(plan)["forward"].name
+    assert name.partition("_")[0] == tile
+    assert f"forward: tile {name}" in plan.reasons
 
 
 def test_planning_is_pure() -> None:
@@ -561,7 +562,6 @@ def test_an_output_is_not_copied() -> None:
         )
 
 
-@pytest.mark.xfail(strict=True, reason="every stride is looked at")
 def test_a_stride_that_no_step_takes_does_not_matter() -> None:
     """An axis of length 1 may have any stride."""
     q = info((1, 100, 1, 64))._replace(strides=(3, 256, 7, 4))
