@@ -103,17 +103,35 @@ def best_device() -> Host | Gpu:
         if cupy.cuda.runtime.getDeviceCount() > 0:
             return Gpu(cupy)
     except Exception as error:  # CuPy raises whatever the driver says
-        print(f"no GPU: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        print(f"no GPU: {type(error).__name__}: {str(error).strip()}")
     return Host()
 
 
-def one_head_error(xp: ModuleType, q: Any, k: Any, v: Any, out: Any) -> float:
-    """Return the largest error of the first head against unfused float64."""
-    q, k, v, out = (x[0, :, 0].astype(np.float64) for x in (q, k, v, out))
-    logits = q @ k.T / np.sqrt(q.shape[-1])
-    weights = xp.exp(logits - logits.max(axis=-1, keepdims=True))
-    exact = weights @ v / weights.sum(axis=-1, keepdims=True)
-    return float(xp.abs(out - exact).max())
+def first_head(x: Any) -> Any:
+    """Return the first head of the first sequence in float64."""
+    return x[0, :, 0].astype(np.float64)
+
+
+def errors(
+    xp: ModuleType, inputs: tuple[Any, ...], out: Any, gradients: tuple[Any, ...]
+) -> tuple[float, float]:
+    """Return the largest errors of a head against unfused float64.
+
+    The first is that of the output, the second that of the gradients.
+    """
+    q, k, v, dout = map(first_head, inputs)
+    scale = 1 / np.sqrt(q.shape[-1])
+    logits = q @ k.T * scale
+    p = xp.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    exact = p @ v
+    dp = dout @ v.T
+    ds = p * (dp - (dout * exact).sum(axis=-1, keepdims=True)) * scale
+    pairs = zip(map(first_head, gradients), (ds @ k, ds.T @ q, p.T @ dout), strict=True)
+    return (
+        float(xp.abs(first_head(out) - exact).max()),
+        max(float(xp.abs(ours - right).max()) for ours, right in pairs),
+    )
 
 
 def demonstrate(device: Host | Gpu) -> None:
@@ -132,28 +150,29 @@ def demonstrate(device: Host | Gpu) -> None:
             for _ in range(4)
         )
         out, lse = flash_attention(q, k, v, return_lse=True)
+        gradients = flash_attention_backward(dout, q, k, v, out, lse)
+        error = errors(xp, (q, k, v, dout), out, gradients)
+        del gradients
         logits = size.batch * size.heads * size.seqlen**2 * q.itemsize
-        passes: tuple[tuple[str, Callable[[], Any], float, int], ...] = (
-            ("forward", lambda q=q, k=k, v=v: flash_attention(q, k, v), 1, 1),
-            (
-                "backward",
-                lambda d=dout, q=q, k=k, v=v, o=out, s=lse: flash_attention_backward(
-                    d, q, k, v, o, s
-                ),
-                2.5,
-                2,
-            ),
-        )
-        for name, call, factor, squares in passes:
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> Any:
+            return flash_attention(q, k, v)
+
+        saved = (dout, q, k, v, out, lse)
+
+        def backward(saved: tuple[Any, ...] = saved) -> Any:
+            return flash_attention_backward(*saved)
+
+        for call, flops, squares, wrong in (
+            (forward, size.flops, 1, error[0]),
+            (backward, 2.5 * size.flops, 2, error[1]),
+        ):
             seconds = device.seconds(call)
-            error = (
-                f"{one_head_error(xp, q, k, v, out):.1e}" if name == "forward" else ""
-            )
             print(
-                f"{dtype:<9}{name:<10}{1e3 * seconds:>10.2f}"
-                f"{factor * size.flops / seconds / 1e12:>9.2f}"
+                f"{dtype:<9}{call.__name__:<10}{1e3 * seconds:>10.2f}"
+                f"{flops / seconds / 1e12:>9.2f}"
                 f"{device.peak_bytes(call) / MIB:>10.0f}"
-                f"{squares * logits / MIB:>14.0f} MiB{error:>11}",
+                f"{squares * logits / MIB:>14.0f} MiB{wrong:>11.1e}",
                 flush=True,
             )
 

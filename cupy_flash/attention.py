@@ -78,8 +78,8 @@ def flash_attention(
     return_lse : bool, default False
         Also return the log-sum-exp of each row.
     config : str or tile, optional
-        Forces a kernel family ("simt") or a row of `cupy_flash.configs`, for
-        benchmarks and tests.
+        Forces a kernel family ("simt") or a tile (a `SimtTile` of
+        `cupy_flash.configs`), for benchmarks and tests.
 
     Returns
     -------
@@ -282,7 +282,8 @@ def explain(
 ) -> Plan:
     """Say how a call would be computed, without computing it.
 
-    Parameters are those of `flash_attention` and `flash_attention_backward`, and
+    Parameters are those of `flash_attention` and `flash_attention_backward`, without
+    what backward takes from forward and the arrays it writes, and
 
     direction : {"forward", "backward"}, default "forward"
     device : str, optional

@@ -263,13 +263,7 @@ def load(spec: KernelSpec, device: DeviceInfo) -> Any:
 
     path, image = cached_image(spec, device.compute_capability)
     if path is not None:
-        try:
-            return _function(cupy.RawModule(path=str(path)), spec)
-        except cupy.cuda.driver.CUDADriverError:
-            # The driver refuses what is on disk, so it can't be what was compiled.
-            _discard(path)
-            if image is None:
-                image = compile_image(spec, device.compute_capability)
+        return _function(cupy.RawModule(path=str(path)), spec)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{spec.symbol[:100]}{image.suffix}"
         path.write_bytes(image.code)

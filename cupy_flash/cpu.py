@@ -299,7 +299,12 @@ class _Sequence:
             distance = np.abs(self._distance(rows, keys)).astype(S.dtype)
             by_query_head -= self.views["alibi_slopes"][:, None, None] * distance
         if "bias" in self.views:
-            by_query_head += _part(self.views["bias"], rows, keys).astype(S.dtype)
+            bias = _part(self.views["bias"], rows, keys)
+            if bias.dtype.itemsize > S.dtype.itemsize:
+                # The lowest float64 is a very low logit, not a hidden key.
+                limit = np.finfo(S.dtype).max
+                bias = np.where(np.isinf(bias), bias, np.clip(bias, -limit, limit))
+            by_query_head += bias.astype(S.dtype)
         if visible is not None:
             np.copyto(by_query_head, -np.inf, where=~visible)
         return S, slope

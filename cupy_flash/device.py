@@ -274,4 +274,5 @@ def _import(name: str, array: Any) -> tuple[Device, Any]:
     # A torch tensor that requires a gradient refuses to be exported as it is.
     array = array.detach() if hasattr(array, "detach") else array
     with cupy.cuda.Device(index):
-        return cupy_device(index), cupy.from_dlpack(array)
+        view = cupy.from_dlpack(array)
+    return cupy_device(view.data.device_id), view

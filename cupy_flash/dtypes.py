@@ -43,11 +43,6 @@ ELEMENT_TYPES: dict[np.dtype, ElementType] = {
 FLOAT_NAMES = ", ".join(t.name for t in ELEMENT_TYPES.values())
 
 
-def element_type(dtype: np.dtype) -> ElementType | None:
-    """Return what is known of `dtype`, or None if it isn't supported."""
-    return ELEMENT_TYPES.get(np.dtype(dtype))
-
-
 def accumulator(dtype: np.dtype) -> np.dtype:
     """Return the dtype that sums over `dtype` are kept in."""
     return ELEMENT_TYPES[dtype].accumulator

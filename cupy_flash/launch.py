@@ -27,6 +27,8 @@ from .validate import (
     output_shape,
 )
 
+_REMEMBERED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -39,6 +41,7 @@ class _Prepared:
     infos: Mapping[str, ArrayInfo]
     spans: Mapping[str, tuple[int, int]]
     launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
+    apart: set[tuple[Any, ...]] = field(default_factory=set)
 
     def load(self, device: Device) -> None:
         """Get the kernels ready, which compiles those that were never used before."""
@@ -76,8 +79,10 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
     """Compute a call on a device; return its outputs in order."""
     describe = device.describe
     infos = tuple([(name, describe(array)) for name, array in arrays.items()])
+    if isinstance(options.window, list):
+        options = options._replace(window=tuple(options.window))
     window = options.window
-    types = tuple(map(type, window)) if isinstance(window, (tuple, list)) else ()
+    types = tuple(map(type, window)) if isinstance(window, tuple) else ()
     try:
         prepared = _prepare(device, infos, types, *options)
     except TypeError as error:
@@ -143,10 +148,16 @@ def _check_overlap(name: str, addresses: dict[str, int], prepared: _Prepared) ->
         if addresses[other] + low < last and first < addresses[other] + high
     ]
     if len(near) > 1:  # with itself
-        # Only now look closer: parts of one buffer may lie between each other.
+        # Only now look closer: parts of one buffer may lie between each other. What
+        # was found not to overlap doesn't overlap at the same distances either.
+        distances = (name, *[(n, addresses[n] - first) for n in near])
+        if distances in prepared.apart:
+            return
         check_overlap(
             name, {n: _stand_in(prepared.infos[n], addresses[n]) for n in near}
         )
+        if len(prepared.apart) < _REMEMBERED:
+            prepared.apart.add(distances)
 
 
 def _stand_in(info: ArrayInfo, address: int) -> np.ndarray:

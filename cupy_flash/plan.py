@@ -91,7 +91,8 @@ class Plan:
         lines = [
             f"{p.direction} on {d.name} (compute capability {major}.{minor}, "
             f"{d.multiprocessors} multiprocessors, "
-            f"{d.shared_memory // 1024} KiB shared memory)",
+            f"{d.shared_memory // 1024} KiB shared memory, "
+            f"NVRTC {d.nvrtc[0]}.{d.nvrtc[1]})",
             f"  {p.dtype}: batch {p.batch}, queries {p.seqlen_q} x {p.heads_q} heads, "
             f"keys {p.seqlen_k} x {p.heads_kv} heads, head_dim {p.head_dim}"
             + (f" and {p.head_dim_v}" if p.head_dim_v != p.head_dim else ""),
@@ -171,11 +172,11 @@ def _forced_tile(problem: Problem, reasons: list[str]) -> SimtTile | None:
 
 def _variant(problem: Problem, reasons: list[str]) -> Variant:
     bias = problem.operand("bias")
-    scale_first = problem.scale <= 0
+    scale_first = problem.scale < float(np.finfo(accumulator(problem.dtype)).tiny)
     if scale_first:
         reasons.append(
-            "logits are scaled before the softmax: a scale that isn't positive can't "
-            "be taken out of a maximum"
+            "logits are scaled before the softmax: a scale that isn't positive, or so "
+            "small that it counts as 0, can't be taken out of a maximum"
         )
     if problem.precision == "tf32":
         reasons.append("precision='tf32' is not made use of: simt has no tensor cores")

@@ -1,8 +1,9 @@
-"""From arrays and options to a `Problem`; every error a user can cause is here.
+"""From arrays and options to a `Problem`; the errors a user can cause are here.
 
-The functions see descriptions of arrays only, never their data, so that their
-result can be kept for the next call with the same shapes and options. The
-exceptions are lengths that lie on the host, whose values are checked.
+Only what depends on the device or on addresses is refused later. The functions see
+descriptions of arrays, never their data, so that their result can be kept for the
+next call with the same shapes and options. The exceptions are lengths that lie on
+the host, whose values are checked.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
     dtype = _common_dtype(arrays)
     precision = _precision(options.precision, dtype)
     _check_config(options.config)
+    for flag in ("return_lse", "bias_grad", "deterministic"):
+        if not isinstance(getattr(options, flag), (bool, np.bool_)):
+            raise TypeError(
+                f"{flag} is a {type(getattr(options, flag)).__name__}; accepted: bool"
+            )
     q, k, v = (_sequence_operand(n, arrays[n], options.layout) for n in "qkv")
     ranks = {len(arrays[name].shape) for name in "qkv"}
     if len(ranks) != 1:
@@ -158,8 +164,8 @@ def make_problem(arrays: Mapping[str, ArrayInfo], options: Options) -> Problem:
         head_dim_v=head_dim_v,
         layout=options.layout,
         single_head=single_head,
-        scale=_scale(options.scale, head_dim),
-        softcap=_softcap(options.softcap),
+        scale=_scale(options.scale, head_dim, sums),
+        softcap=_softcap(options.softcap, sums),
         left=left,
         right=right,
         top_left=top_left,
@@ -360,14 +366,23 @@ def _real(name: str, value: float) -> float:
     return value
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if scale is None else _real("scale", scale)
+def _scale(scale: float | None, head_dim: int, sums: np.dtype) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = _real("scale", scale)
+    if abs(value) > np.finfo(sums).max:
+        raise ValueError(f"scale is {value}, which is beyond {sums}")
+    return value
 
 
-def _softcap(softcap: float) -> float:
+def _softcap(softcap: float, sums: np.dtype) -> float:
     value = _real("softcap", softcap)
-    if value < 0:
-        raise ValueError(f"softcap is {value}; accepted: 0 (off) or a positive number")
+    limits = np.finfo(sums)
+    if value != 0 and not limits.tiny <= value <= limits.max:
+        raise ValueError(
+            f"softcap is {value}; accepted: 0 (off) or a positive number within the "
+            f"range of {sums}"
+        )
     return value
 
 
@@ -449,7 +464,8 @@ def _expect_shape(
 
 
 def _check_config(config: object) -> None:
-    if config not in (None, *FAMILIES) and not isinstance(config, SimtTile):
+    known = isinstance(config, str) and config in FAMILIES
+    if config is not None and not known and not isinstance(config, SimtTile):
         raise ValueError(
             f"config is {config!r}; accepted: None, one of the families {FAMILIES}, or "
             "a tile of cupy_flash.configs"

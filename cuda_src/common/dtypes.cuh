@@ -27,10 +27,39 @@ struct AccumulatorOf<double> {
 template <class Element>
 using Accumulator = typename AccumulatorOf<Element>::Type;
 
+template <class Real>
+struct Constants;
+
+template <>
+struct Constants<float> {
+  static constexpr float kLog2E = 1.44269504088896340736f;
+  static CUPY_FLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+  static CUPY_FLASH_DEVICE float lowest() { return __int_as_float(0xff7fffff); }
+};
+
+template <>
+struct Constants<double> {
+  static constexpr double kLog2E = 1.44269504088896340736;
+  static CUPY_FLASH_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
+};
+
 CUPY_FLASH_DEVICE float widen(fp16 x) { return ptx::fp16_to_float(x.bits); }
 CUPY_FLASH_DEVICE float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
 CUPY_FLASH_DEVICE float widen(float x) { return x; }
 CUPY_FLASH_DEVICE double widen(double x) { return x; }
+
+// To the accumulator's type. A finite double beyond float stays finite: a bias of the lowest double
+// means a very low logit, not a hidden key.
+template <class Acc, class Element>
+CUPY_FLASH_DEVICE Acc widen_to(Element x) {
+  const auto wide = widen(x);
+  const Acc value = Acc(wide);
+  if constexpr (sizeof(wide) > sizeof(Acc)) {
+    const bool overflowed = wide - wide == 0 && !(value - value == 0);
+    if (overflowed) return wide < 0 ? Constants<Acc>::lowest() : -Constants<Acc>::lowest();
+  }
+  return value;
+}
 
 // Rounds to nearest, ties to even.
 CUPY_FLASH_DEVICE void narrow(double x, double& y) { y = x; }
@@ -48,21 +77,6 @@ CUPY_FLASH_DEVICE void narrow(float x, bf16& y) {
 }
 
 CUPY_FLASH_DEVICE void narrow(double x, bf16& y) { narrow(float(x), y); }
-
-template <class Real>
-struct Constants;
-
-template <>
-struct Constants<float> {
-  static constexpr float kLog2E = 1.44269504088896340736f;
-  static CUPY_FLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
-};
-
-template <>
-struct Constants<double> {
-  static constexpr double kLog2E = 1.44269504088896340736;
-  static CUPY_FLASH_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
-};
 
 // A NaN that no arithmetic produces. It stands in a tile of P or dS for a pair of query and key
 // that the mask hides, where zero won't do: see multiply_rows in simt/tile.cuh.

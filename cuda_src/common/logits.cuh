@@ -69,7 +69,7 @@ struct Logits {
       x -= slope * Acc(distance < 0 ? -distance : distance);
     }
     if constexpr (Traits::kBias) {
-      x += Acc(widen(bias[i * query_stride + j * key_stride]));
+      x += widen_to<Acc>(bias[i * query_stride + j * key_stride]);
     }
     return x;
   }

@@ -9,8 +9,8 @@ template <class Traits>
 struct Mask {
   static constexpr int kBatchAxes = Traits::kBatchAxes;
 
-  // Whether a key may be hidden from one query of a tile and seen by another. The end of a
-  // sequence doesn't count: what lies past it is never read.
+  // Whether a key may be hidden from one query of a tile and seen by another. The ends of the
+  // sequences don't count: what lies past them is never read, and results there are set to 0.
   static constexpr bool kHidesInsideTiles =
       Traits::kBandLeft || Traits::kBandRight || Traits::kMask || Traits::kBias;
 

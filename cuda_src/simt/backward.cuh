@@ -34,6 +34,13 @@ struct BackwardStorage {
 template <int kThreads>
 using LogitGrid = ThreadGrid<kThreads, 8, 8>;
 
+template <class Traits>
+constexpr bool threads_cover_tile() {
+  return Traits::kRows % LogitGrid<Traits::kThreads>::kHeight == 0 &&
+         Traits::kColumns % LogitGrid<Traits::kThreads>::kWidth == 0 &&
+         Traits::kRows % OutputGrid<Traits::kThreads>::kHeight == 0;
+}
+
 // One row's part of the softmax's derivative: its lse and delta.
 template <class Acc>
 struct RowTerms {
@@ -70,8 +77,10 @@ template <class Traits, class Acc>
 CUPY_FLASH_DEVICE Acc probability(const Logits<Traits>& logits, const RowTerms<Acc>& terms,
                                   Acc product, int query, int key, Acc& chain) {
   const Acc logit = logits.value(product, query, key, chain) * logits.to_logit();
-  // A logit is never above its row's lse; rounding may put it there, and for huge ones far.
-  return exp2_of(min_of(logit - terms.lse, Acc(0)) * Constants<Acc>::kLog2E);
+  const Acc below = logit - terms.lse;
+  // A logit is never above its row's lse; rounding may put it there, and for huge ones far. Not by
+  // a minimum, which would make 1 of NaN.
+  return exp2_of((below > Acc(0) ? Acc(0) : below) * Constants<Acc>::kLog2E);
 }
 
 }  // namespace simt

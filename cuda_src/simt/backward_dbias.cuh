@@ -13,6 +13,7 @@ CUPY_FLASH_DEVICE void backward_dbias(const Params<Traits::kBatchAxes>& params) 
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
+  static_assert(threads_cover_tile<Traits>(), "the threads cover the tile");
   constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
   constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
   constexpr int kChunkD = Traits::kChunkD;

@@ -19,6 +19,7 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
+  static_assert(threads_cover_tile<Traits>(), "the threads cover the tile");
   constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
   constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
   constexpr int kOutputRows = Traits::kRows / OutputGrid<kThreads>::kHeight;
@@ -167,8 +168,9 @@ CUPY_FLASH_DEVICE void backward_dkdv(const Params<Traits::kBatchAxes>& params) {
     Acc scale[kOutputRows];
 #pragma unroll
     for (int i = 0; i < kOutputRows; ++i) {
-      one[i] = Acc(1);
-      scale[i] = Acc(params.scale);
+      const bool inside = row0 + out_at.row(i) < seqlen.k;
+      one[i] = inside ? Acc(1) : Acc(0);
+      scale[i] = inside ? Acc(params.scale) : Acc(0);
     }
     const auto dk_out = head_matrix<Element>(params.dk, params.dk_strides, batch, kv_head);
     const auto dv_out = head_matrix<Element>(params.dv, params.dv_strides, batch, kv_head);

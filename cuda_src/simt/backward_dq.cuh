@@ -11,6 +11,7 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
+  static_assert(threads_cover_tile<Traits>(), "the threads cover the tile");
   constexpr int kM = Traits::kRows / LogitGrid<kThreads>::kHeight;
   constexpr int kN = Traits::kColumns / LogitGrid<kThreads>::kWidth;
   constexpr int kOutputRows = Traits::kRows / OutputGrid<kThreads>::kHeight;
@@ -121,7 +122,9 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
     const auto out = head_matrix<Element>(params.dq, params.dq_strides, batch, head);
     Acc factor[kOutputRows];
 #pragma unroll
-    for (int i = 0; i < kOutputRows; ++i) factor[i] = logits.scale;
+    for (int i = 0; i < kOutputRows; ++i) {
+      factor[i] = row0 + out_at.row(i) < seqlen.q ? logits.scale : Acc(0);
+    }
     store_rows<kChunkD>(out, dq, factor, out_at, row0, int(params.seqlen_q), d_out,
                         min_of(head_dim, d_out + kChunkD));
   }

@@ -24,6 +24,8 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
   using Acc = Accumulator<Element>;
   constexpr int kThreads = Traits::kThreads;
   using Grid = ThreadGrid<kThreads, kOutputWidth, 16>;  // of S and of O
+  static_assert(Traits::kRows % Grid::kHeight == 0 && Traits::kColumns % Grid::kWidth == 0,
+                "the threads cover the tile");
   constexpr int kM = Traits::kRows / Grid::kHeight;
   constexpr int kN = Traits::kColumns / Grid::kWidth;
   constexpr int kOutput = Traits::kChunkV / Grid::kWidth;

@@ -86,9 +86,9 @@ CUPY_FLASH_DEVICE bool load_tile(Tile<Acc, kRows, kColumns>& tile,
       matrix.data + row0 * matrix.row_stride + column0 * matrix.column_stride;
   const i64 misaligned = reinterpret_cast<i64>(from) | (matrix.row_stride * i64(sizeof(Element)));
   Acc zero_if_finite = Acc(0);
-  if (matrix.column_stride == 1 && column0 + kColumnsUsed <= column_end &&
+  if (matrix.column_stride == 1 && (column_end - column0) % kPack == 0 &&
       misaligned % i64(sizeof(Source)) == 0) {
-    // Whole rows, several elements at a time: a pass of the block covers some rows of one segment.
+    // Several elements at a time; a pass of the block covers some rows of one segment.
     constexpr int kSegment = kColumnsUsed & -kColumnsUsed;  // a power of two, for the division
     constexpr int kPerRow = kSegment / kPack;
     constexpr int kRowsPerPass = kThreads / kPerRow;
@@ -102,7 +102,7 @@ CUPY_FLASH_DEVICE bool load_tile(Tile<Acc, kRows, kColumns>& tile,
 #pragma unroll 8
       for (int r = first; r < first + kRows; r += kRowsPerPass, at += step) {
         Pack<Acc, kPack> values = {};
-        if (row0 + r < row_end) {
+        if (row0 + r < row_end && column0 + c < column_end) {
           const Source read = *reinterpret_cast<const Source*>(at);
 #pragma unroll
           for (int e = 0; e < kPack; ++e) values.element[e] = widen(read.element[e]);
@@ -234,7 +234,7 @@ CUPY_FLASH_DEVICE Acc row_sum(Acc x) {
 }
 
 // Writes a block's accumulators, times `factor` of their row, to columns [column0, column_end) and
-// rows [row0, row_end) of a matrix.
+// rows [row0, row_end) of a matrix. A factor of 0 gives 0 whatever was accumulated.
 template <int kColumns, int kM, int kN, class Acc, class Element, class Grid>
 CUPY_FLASH_DEVICE void store_rows(const Matrix<Element>& matrix, const Acc (&sums)[kM][kN],
                                   const Acc (&factor)[kM], const Grid& at, int row0, int row_end,
@@ -246,7 +246,8 @@ CUPY_FLASH_DEVICE void store_rows(const Matrix<Element>& matrix, const Acc (&sum
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       const int c = column0 + OutputColumns<Acc, kColumns>::column(at.tx, j);
-      if (c < column_end) narrow(sums[i][j] * factor[i], *matrix.at(r, c));
+      if (c < column_end)
+        narrow(factor[i] == Acc(0) ? Acc(0) : sums[i][j] * factor[i], *matrix.at(r, c));
     }
   }
 }

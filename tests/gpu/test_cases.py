@@ -166,6 +166,59 @@ HIDDEN: tuple[tuple[Case, Index, Index], ...] = (
 
 @families
 @nan_and_inf
+@pytest.mark.parametrize("name", ["k", "v", "dout"])
+def test_past_the_lengths_all_is_zero(name: str, value: float, family: str) -> None:
+    """Whatever the valid part holds, with no other option that hides anything."""
+    q_length, k_length = 5, 7
+    inputs = make(
+        Case("short", q_lengths=(q_length, q_length), k_lengths=(k_length, k_length))
+    )
+    {"k": inputs.k, "v": inputs.v, "dout": inputs.dout}[name][:, 0] = value
+    results = run(inputs, family)
+    for key, length in (
+        ("out", q_length),
+        ("dq", q_length),
+        ("dk", k_length),
+        ("dv", k_length),
+    ):
+        assert not results[key][:, length:].any(), key
+
+
+@families
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_that_is_seen_shows(causal: bool, family: str) -> None:
+    """A NaN in a key that every row sees is not turned into a wrong number."""
+    inputs = make(Case("seen", sq=40, sk=40, causal=causal))
+    inputs.k[:, 0] = np.nan
+    results = run(inputs, family)
+    assert np.isnan(results["out"]).all()
+    assert np.isnan(results["lse"]).all()
+    assert np.isnan(results["dv"]).all()
+
+
+@families
+def test_lowest_float64_in_a_bias_of_float32_arrays(family: str) -> None:
+    """A very low logit, not a hidden key: NumPy's default dtype must do no harm."""
+    inputs = make(Case("lowest", sq=9, sk=33, bias="qk", bias_dtype="float64"))
+    inputs.options["bias"][...] = np.finfo(np.float64).min
+    results = run(inputs, family)
+    group = inputs.q.shape[-2] // inputs.v.shape[-2]
+    mean = inputs.v.astype(np.float64).mean(axis=-3, keepdims=True).repeat(group, -2)
+    np.testing.assert_allclose(
+        results["out"], np.broadcast_to(mean, results["out"].shape), atol=1e-6
+    )
+    assert np.isfinite(results["lse"]).all()
+
+
+@families
+@pytest.mark.parametrize("scale", [1e-37, 1e-40, 5e-324])
+def test_scales_next_to_zero(scale: float, family: str) -> None:
+    inputs = make(Case("tiny", sq=20, sk=30)).with_options(scale=scale)
+    check(inputs, family)
+
+
+@families
+@nan_and_inf
 @pytest.mark.parametrize(
     ("case", "keys", "rows"), HIDDEN, ids=[str(case) for case, *_ in HIDDEN]
 )

@@ -660,27 +660,16 @@ def test_loading_without_a_cache(
     assert modules.codes[0].startswith(DELTA.symbol.encode())
 
 
-def test_a_file_that_the_driver_refuses(
+def test_an_error_of_the_driver(
     cache: Path, no_compiler: list[str], modules: SimpleNamespace
 ) -> None:
-    """As good as damaged: it is made anew, and not kept."""
-    path, image = cached_image(DELTA, 90)
-    modules.refuse = lambda code: len(modules.paths) == 1
-    kernel = compiler.load(DELTA, HOPPER)
-    assert kernel is modules.kernels[0].kernel
-    assert no_compiler == [DELTA.symbol] * 2
-    assert modules.codes == [image.code] * 2
-    assert not path.exists()
-
-
-def test_code_that_the_driver_always_refuses(
-    cache: Path, no_compiler: list[str], modules: SimpleNamespace
-) -> None:
-    """No endless attempts."""
+    """It isn't the file's fault, whose content was checked: nothing is made anew."""
+    path, _ = cached_image(DELTA, 90)
     modules.refuse = lambda code: True
     with pytest.raises(Refusal):
         compiler.load(DELTA, HOPPER)
-    assert len(modules.paths) == 2
+    assert no_compiler == [DELTA.symbol]
+    assert path.exists()
 
 
 def test_more_shared_memory_than_usual_is_asked_for(

@@ -1129,3 +1129,28 @@ def test_numpy_may_be_told_to_raise() -> None:
     with np.errstate(all="raise"):
         out, lse = flash_attention(q, k, v, k_lengths=lengths, return_lse=True)
         flash_attention_backward(q, q, k, v, out, lse, k_lengths=lengths)
+
+
+# --- The ends of the number range ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-40, 5e-324])
+def test_scales_next_to_zero(scale: float) -> None:
+    """The weights are then equal."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((9, 2, 8), dtype=np.float32) for _ in range(3))
+    out = flash_attention(q, k, v, scale=scale)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(0), out.shape), atol=1e-6)
+
+
+def test_lowest_float64_in_a_bias_of_float32_arrays() -> None:
+    """A very low logit, not a hidden key: NumPy's default dtype must do no harm."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((9, 2, 8), dtype=np.float32) for _ in range(3))
+    bias = np.full((9, 9), np.finfo(np.float64).min)
+    out, lse = flash_attention(q, k, v, bias=bias, return_lse=True)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(0), out.shape), atol=1e-6)
+    assert np.isfinite(lse).all()
+    bias[:, 1:] = -np.inf
+    out = flash_attention(q, k, v, bias=bias)
+    np.testing.assert_allclose(out, np.broadcast_to(v[0], out.shape), atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,9 @@ def test_an_array_can_name_its_device() -> None:
 class Imported:
     """Stands for what `cupy.from_dlpack` returns."""
 
+    def __init__(self, index: int) -> None:
+        self.data = SimpleNamespace(device_id=index)
+
 
 class Tensor(Foreign):
     """A tensor that has to be cut off from its history before it is exported."""
@@ -168,7 +172,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, Any]]]:
 
     def from_dlpack(array: Any) -> Imported:
         seen.append((current[-1], array))
-        return Imported()
+        return Imported(current[-1])
 
     monkeypatch.setattr(cupy.cuda, "Device", FakeDevice)
     monkeypatch.setattr(cupy, "from_dlpack", from_dlpack)
