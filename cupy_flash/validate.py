@@ -370,15 +370,15 @@ def _scale(scale: float | None, head_dim: int, sums: np.dtype) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = _real("scale", scale)
-    if abs(value) > np.finfo(sums).max:
+    if abs(value) > float(np.finfo(sums).max):
         raise ValueError(f"scale is {value}, which is beyond {sums}")
     return value
 
 
 def _softcap(softcap: float, sums: np.dtype) -> float:
     value = _real("softcap", softcap)
-    limits = np.finfo(sums)
-    if value != 0 and not limits.tiny <= value <= limits.max:
+    smallest, largest = float(np.finfo(sums).tiny), float(np.finfo(sums).max)
+    if value != 0 and not smallest <= value <= largest:
         raise ValueError(
             f"softcap is {value}; accepted: 0 (off) or a positive number within the "
             f"range of {sums}"

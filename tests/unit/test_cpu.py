@@ -1131,7 +1131,7 @@ def test_numpy_may_be_told_to_raise() -> None:
         flash_attention_backward(q, q, k, v, out, lse, k_lengths=lengths)
 
 
-# --- The ends of the number range ------------------------------------------------------
+# --- The ends of the number range -----------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-40, 5e-324])
