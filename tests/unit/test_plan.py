@@ -727,3 +727,16 @@ def test_explain_refuses_what_the_call_would_refuse() -> None:
     with pytest.raises(ValueError, match="bias_grad"):
         explain(q, q, q, bias_grad=True, direction="backward", device="sm_90")
     assert cupy_flash.explain is explain
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "first"),
+    [("fp32", 1e-37, False), ("fp32", 1e-40, True), ("bf16", 1e-40, True),
+     ("fp64", 1e-40, False), ("fp64", 5e-324, True)],
+)  # fmt: skip
+def test_a_scale_that_counts_as_zero_comes_first(
+    dtype: str, scale: float, first: bool
+) -> None:
+    """Subnormal numbers are flushed to 0, and (-inf) * 0 is NaN."""
+    plan = make_plan(make(dtype=DTYPES[dtype], scale=scale), HOPPER)
+    assert [step.spec.variant.scale_first for step in plan.steps] == [first]
