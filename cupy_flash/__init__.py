@@ -1,5 +1,6 @@
 """FlashAttention for CuPy and NumPy arrays: exact attention in O(S) memory."""
 
+from .aot import precompile
 from .attention import (
     explain,
     flash_attention,
@@ -12,5 +13,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_vjp",
+    "precompile",
 ]
 __version__ = "0.1.0"

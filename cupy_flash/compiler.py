@@ -13,7 +13,8 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,11 +279,36 @@ def _function(module: Any, spec: KernelSpec) -> Any:
     return kernel.kernel
 
 
-def precompile(specs: Iterable[KernelSpec], capability: int) -> None:
-    """Put kernels into the cache, on all cores."""
-    from concurrent.futures import ThreadPoolExecutor
+def precompile(
+    specs: Iterable[KernelSpec],
+    capability: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Put kernels into the cache, on all cores; return how many weren't there.
 
-    with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(lambda spec: cached_image(spec, capability), dict.fromkeys(specs))
-        )
+    `progress` is called with the number that is done and that of all. A kernel that
+    can't be compiled doesn't keep the others from being made.
+
+    Raises
+    ------
+    CompileError
+        Of the first kernel that couldn't be compiled.
+    OSError
+        If the cache can't be written.
+    """
+    pool = ThreadPoolExecutor(os.cpu_count())
+    futures = [
+        pool.submit(cached_image, spec, capability) for spec in dict.fromkeys(specs)
+    ]
+    try:
+        for done, future in enumerate(as_completed(futures), start=1):
+            if future.exception() is None and future.result()[0] is None:
+                raise OSError(
+                    f"compiled kernels can't be kept: {settings.cache_folder()} "
+                    "can't be written"
+                )
+            if progress is not None:
+                progress(done, len(futures))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return sum(future.result()[1] is not None for future in futures)

@@ -99,3 +99,13 @@ SIMT_BACKWARD_DBIAS = (
 )
 
 PASS_THREADS = 128
+
+
+def head_dim_buckets() -> tuple[int, ...]:
+    """Return a head size for each row of the tables, where both head sizes are equal.
+
+    The last one stands for all that are larger than the largest limit.
+    """
+    rows = (*SIMT_FORWARD, *SIMT_BACKWARD, *SIMT_BACKWARD_DBIAS)
+    limits = sorted({row.max_head_dim for row in rows if row.max_head_dim is not None})
+    return (*limits, 2 * limits[-1])

@@ -122,6 +122,10 @@ class CuPyDevice:
             nvrtc=nvrtc_version(),
         )
 
+    def count(self) -> int:
+        """Return how many devices there are."""
+        return self._cupy.cuda.runtime.getDeviceCount()
+
     def describe(self, array: Any) -> ArrayInfo:
         """Return what validation and planning need to know of an array."""
         return ArrayInfo(array.shape, array.strides, array.dtype, array.data.ptr & 15)
@@ -199,6 +203,32 @@ class CuPyDevice:
 def cupy_device(index: int) -> CuPyDevice:
     """Return the one object that stands for a CUDA device."""
     return CuPyDevice(index)
+
+
+class NoDeviceError(RuntimeError):
+    """There is no CUDA device; the message is the reason, in one line."""
+
+
+def current_device() -> CuPyDevice:
+    """Return CuPy's current CUDA device.
+
+    Raises
+    ------
+    NoDeviceError
+        If CuPy isn't installed, can't be imported or finds no device.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoDeviceError(f"CuPy can't be imported: {_first_line(error)}") from None
+    try:
+        return cupy_device(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise NoDeviceError(f"CuPy finds no GPU: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def hypothetical(name: str) -> DeviceInfo:

@@ -46,3 +46,23 @@ FLOAT_NAMES = ", ".join(t.name for t in ELEMENT_TYPES.values())
 def accumulator(dtype: np.dtype) -> np.dtype:
     """Return the dtype that sums over `dtype` are kept in."""
     return ELEMENT_TYPES[dtype].accumulator
+
+
+def parse_dtype(name: object) -> np.dtype:
+    """Return the dtype of that name, such as "bfloat16" or "bf16", or of that kind.
+
+    Raises
+    ------
+    TypeError
+        If it isn't one the library computes with.
+    """
+    for dtype, element in ELEMENT_TYPES.items():
+        if name in (element.name, element.short):
+            return dtype
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype not in ELEMENT_TYPES:
+        raise TypeError(f"dtype is {name!r}; accepted: {FLOAT_NAMES}")
+    return dtype

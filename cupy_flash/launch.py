@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import settings
-from .device import Device, hypothetical
+from .device import Device, DeviceInfo, hypothetical
 from .params import Template, make_template
 from .plan import Plan, make_plan
 from .problem import ArrayInfo, Options, Problem
@@ -205,9 +205,19 @@ def explain(
         )
     describe = _describe_address if owner is None else owner.describe
     infos = {name: describe(array) for name, array in arrays.items()}
+    return plan_call(infos, options, info)
+
+
+def plan_call(
+    infos: dict[str, ArrayInfo], options: Options, device: DeviceInfo
+) -> Plan:
+    """Plan a call whose arrays are only described.
+
+    A backward call need not name dout, out and lse.
+    """
     if options.direction == "backward":
         infos = _with_forward_results(infos, options)
-    return make_plan(make_problem(infos, options), info)
+    return make_plan(make_problem(infos, options), device)
 
 
 def _describe_address(array: np.ndarray) -> ArrayInfo:

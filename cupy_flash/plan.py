@@ -277,8 +277,8 @@ class _Builder:
         splits = _blocks(summed, _blocks(summed, splits))
         self.dbias_splits = splits
         self.reasons.append(
-            f"dbias: {owned} tiles, {summed} tiles of logits summed in each, in "
-            f"{splits} parts"
+            f"dbias: {owned} tiles, {summed} tiles of logits summed in each"
+            + (f", in {splits} parts" if splits > 1 else "")
         )
         self._step("backward_dbias", tile, owned * splits)
         if splits > 1:

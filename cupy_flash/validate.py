@@ -312,8 +312,11 @@ def _check_shapes(q: Operand, k: Operand, v: Operand, layout: str) -> None:
             f"q has head_dim {q.shape[-1]}, k has {k.shape[-1]}; they must be equal"
         )
     for operand in (q, v):
-        if operand.shape[-1] == 0:
-            raise ValueError(f"{operand.name} has head_dim 0; it must be at least 1")
+        size = operand.shape[-1]
+        if size < 1:
+            raise ValueError(
+                f"{operand.name} has head_dim {size}; it must be at least 1"
+            )
     for operand in (q, k):
         if operand.shape[-3] > _MAX_SEQLEN:
             raise ValueError(
