@@ -8,19 +8,20 @@ went in, and `cupy.RawModule` loads it from there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import settings
-from .device import DeviceInfo
+from .device import DeviceInfo, import_cupy
 from .spec import KernelSpec
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$')
@@ -112,9 +113,7 @@ def nvrtc_version() -> tuple[int, int]:
 @functools.cache
 def _nvrtc() -> Any:
     """Return CuPy's binding of NVRTC, which needs no GPU."""
-    from cupy.cuda import nvrtc
-
-    return nvrtc
+    return import_cupy().cuda.nvrtc
 
 
 def options(capability: int) -> tuple[tuple[str, ...], str]:
@@ -255,28 +254,45 @@ def _write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def load(spec: KernelSpec, device: DeviceInfo) -> Any:
-    """Return a kernel of the current device, ready to be called.
+def load(specs: Sequence[KernelSpec], device: DeviceInfo) -> list[Any]:
+    """Return kernels of the current device, ready to be called.
 
-    The call's arguments are grid, block, arguments and dynamic shared memory.
+    Those that are missing are compiled side by side. A kernel's arguments are grid,
+    block, arguments and dynamic shared memory.
     """
-    import cupy
-
-    path, image = cached_image(spec, device.compute_capability)
-    if path is not None:
-        return _function(cupy.RawModule(path=str(path)), spec)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{spec.symbol[:100]}{image.suffix}"
-        path.write_bytes(image.code)
-        return _function(cupy.RawModule(path=str(path)), spec)
+    with _compiling(specs, device.compute_capability) as futures:
+        return [
+            _function(spec, *future.result())
+            for spec, future in zip(specs, futures, strict=True)
+        ]
 
 
-def _function(module: Any, spec: KernelSpec) -> Any:
-    kernel = module.get_function(spec.symbol)
+def _function(spec: KernelSpec, path: Path | None, image: Image | None) -> Any:
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{spec.symbol[:100]}{image.suffix}"
+            path.write_bytes(image.code)
+            return _function(spec, path, image)
+    kernel = import_cupy().RawModule(path=str(path)).get_function(spec.symbol)
     if spec.shared_memory > 48 * 1024:
         kernel.max_dynamic_shared_size_bytes = spec.shared_memory
     # The bare function: a RawKernel looks up the device again in each call.
     return kernel.kernel
+
+
+@contextlib.contextmanager
+def _compiling(
+    specs: Sequence[KernelSpec], capability: int
+) -> Iterator[list[Future[tuple[Path | None, Image | None]]]]:
+    """Begin to look up or compile kernels, on all cores.
+
+    What hasn't begun when the context ends is dropped.
+    """
+    pool = ThreadPoolExecutor(min(len(specs), os.cpu_count() or 1) or 1)
+    try:
+        yield [pool.submit(cached_image, spec, capability) for spec in specs]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def precompile(
@@ -284,7 +300,7 @@ def precompile(
     capability: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Put kernels into the cache, on all cores; return how many weren't there.
+    """Put kernels into the cache; return how many weren't there.
 
     `progress` is called with the number that is done and that of all. A kernel that
     can't be compiled doesn't keep the others from being made.
@@ -296,19 +312,18 @@ def precompile(
     OSError
         If the cache can't be written.
     """
-    pool = ThreadPoolExecutor(os.cpu_count())
-    futures = [
-        pool.submit(cached_image, spec, capability) for spec in dict.fromkeys(specs)
-    ]
-    try:
+    with _compiling(list(dict.fromkeys(specs)), capability) as futures:
         for done, future in enumerate(as_completed(futures), start=1):
-            if future.exception() is None and future.result()[0] is None:
-                raise OSError(
-                    f"compiled kernels can't be kept: {settings.cache_folder()} "
-                    "can't be written"
-                )
+            if future.exception() is None:
+                _require_kept(future.result()[0])
             if progress is not None:
                 progress(done, len(futures))
-    finally:
-        pool.shutdown(cancel_futures=True)
     return sum(future.result()[1] is not None for future in futures)
+
+
+def _require_kept(path: Path | None) -> None:
+    if path is None or settings.cache_is_temporary():
+        raise OSError(
+            "compiled kernels can't be kept: the folder of the cache can't be made or "
+            "written; CUPY_CACHE_DIR names another one"
+        )

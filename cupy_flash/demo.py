@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import flash_attention, flash_attention_backward
-from .device import CuPyDevice
+from .device import CuPyDevice, import_cupy
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,7 @@ class Gpu:
     dtypes = ("float16", "float32")
 
     def __init__(self, device: CuPyDevice) -> None:
-        import cupy
-
-        self.xp = cupy
+        self.xp = import_cupy()
         self.name = device.info.name
 
     def seconds(self, call: Callable[[], Any]) -> float:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
+from . import settings
 from .problem import ArrayInfo
 
 _CUDA_DLPACK_TYPES = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -86,8 +89,8 @@ class Device(Protocol):
     def active(self) -> AbstractContextManager:
         """Return a context in which this is the current device."""
 
-    def kernel(self, spec: Any) -> Any:
-        """Compile or look up the kernel and return what `launch` takes."""
+    def kernels(self, specs: Sequence[Any]) -> list[Any]:
+        """Compile or look up kernels and return what `launch` takes of each."""
 
     def launch(
         self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
@@ -95,14 +98,27 @@ class Device(Protocol):
         """Enqueue a kernel on the current stream."""
 
 
+def import_cupy() -> ModuleType:
+    """Import CuPy, also where it can't make the folder of its cache.
+
+    Raises
+    ------
+    ImportError
+        If it isn't installed or can't be loaded.
+    """
+    if "cupy" not in sys.modules:
+        settings.let_cupy_start()
+    import cupy
+
+    return cupy
+
+
 class CuPyDevice:
     """A CUDA device, through CuPy."""
 
     def __init__(self, index: int) -> None:
-        import cupy
-
         self.index = index
-        self._cupy = cupy
+        self._cupy = import_cupy()
         self._on_current = contextlib.nullcontext()
         self._kernels: dict[Any, Any] = {}
 
@@ -183,14 +199,14 @@ class CuPyDevice:
             return self._on_current
         return self._cupy.cuda.Device(self.index)
 
-    def kernel(self, spec: Any) -> Any:
-        """Compile or look up the kernel; the device must be current."""
-        kernel = self._kernels.get(spec)
-        if kernel is None:
+    def kernels(self, specs: Sequence[Any]) -> list[Any]:
+        """Compile or look up kernels; the device must be current."""
+        missing = [spec for spec in dict.fromkeys(specs) if spec not in self._kernels]
+        if missing:
             from .compiler import load
 
-            kernel = self._kernels[spec] = load(spec, self.info)
-        return kernel
+            self._kernels.update(zip(missing, load(missing, self.info), strict=True))
+        return [self._kernels[spec] for spec in specs]
 
     def launch(
         self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
@@ -218,7 +234,7 @@ def current_device() -> CuPyDevice:
         If CuPy isn't installed, can't be imported or finds no device.
     """
     try:
-        import cupy
+        cupy = import_cupy()
     except ImportError as error:
         raise NoDeviceError(f"CuPy can't be imported: {_first_line(error)}") from None
     try:
@@ -270,8 +286,7 @@ def owner(name: str, array: Any) -> tuple[Device | None, Any]:
     if isinstance(array, np.ndarray):
         return None, array
     if type(array).__module__.partition(".")[0] == "cupy":
-        import cupy
-
+        cupy = import_cupy()
         if isinstance(array, cupy.ndarray):
             _RESOLVERS[cupy.ndarray] = lambda a: cupy_device(a.data.device_id)
             return cupy_device(array.data.device_id), array
@@ -294,7 +309,7 @@ def _import(name: str, array: Any) -> tuple[Device, Any]:
             f"{name} is a {kind} that doesn't lie on a CUDA device; {accepted}"
         )
     try:
-        import cupy
+        cupy = import_cupy()
     except ImportError:
         raise TypeError(
             f"{name} is a {kind} on a CUDA device, which needs CuPy: "

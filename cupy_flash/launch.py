@@ -45,9 +45,11 @@ class _Prepared:
 
     def load(self, device: Device) -> None:
         """Get the kernels ready, which compiles those that were never used before."""
+        steps = self.plan.steps
+        kernels = device.kernels([step.spec for step in steps])
         self.launches[:] = [
-            (device.kernel(step.spec), step.grid, step.block, step.shared_memory)
-            for step in self.plan.steps
+            (kernel, step.grid, step.block, step.shared_memory)
+            for kernel, step in zip(kernels, steps, strict=True)
         ]
 
 

@@ -168,13 +168,14 @@ class RecordingDevice:
         finally:
             self.active_depth -= 1
 
-    def kernel(self, spec: KernelSpec) -> KernelSpec:
-        """Pretend to compile a kernel, each once."""
+    def kernels(self, specs: Sequence[KernelSpec]) -> list[KernelSpec]:
+        """Pretend to compile kernels, each once."""
         assert self.active_depth, "compiled while another device is current"
-        if spec not in self.requested:
-            self.compiled.append(spec)
-        self.requested.append(spec)
-        return spec
+        for spec in specs:
+            if spec not in self.requested:
+                self.compiled.append(spec)
+            self.requested.append(spec)
+        return list(specs)
 
     def launch(
         self, kernel: KernelSpec, grid: int, block: int, shared: int, params: np.ndarray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -525,6 +527,59 @@ def test_no_home_at_all(
     assert path is None or path.is_file()
 
 
+NO_FOLDER = """
+import os, pickle, sys
+from cupy_flash import compiler, settings
+assert "cupy" not in sys.modules
+spec = pickle.loads(bytes.fromhex(sys.argv[1]))
+for _ in range(2):
+    path, image = compiler.cached_image(spec, 90)
+    assert path.read_bytes()[:4] == bytes([127]) + b"ELF"
+assert image is None, "compiled once"
+assert settings.cache_is_temporary()
+import cupy
+try:
+    compiler.precompile([spec], 90)
+except OSError as error:
+    print(error)
+print(path.parent.parent)
+"""
+
+
+@pytest.mark.parametrize("variable", ["HOME", "CUPY_CACHE_DIR"])
+def test_cupy_cannot_make_its_folder(variable: str, tmp_path: Path) -> None:
+    """A home that can't be written: CuPy alone would not start.
+
+    A file in the folder's place, because root may write to any folder.
+    """
+    pytest.importorskip("cupy")
+    (tmp_path / "file").write_text("")
+    environment = {"CUPY_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
+    environment[variable] = str(tmp_path / "file" / "below")
+    output = run_python(NO_FOLDER, pickle.dumps(DELTA).hex(), **environment)
+    error, folder = output.splitlines()
+    assert "CUPY_CACHE_DIR" in error
+    assert Path(folder).parent == tmp_path
+    assert files(tmp_path) == ["file"], "nothing is left behind"
+
+
+def test_a_calls_kernels_are_compiled_side_by_side(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, modules: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(compiler.os, "cpu_count", lambda: 3)
+    together = threading.Barrier(3)
+
+    def fake(source: str, symbol: str, flags: tuple[str, ...], suffix: str) -> Image:
+        together.wait(timeout=20)
+        return Image(symbol.encode(), suffix, "")
+
+    monkeypatch.setattr(compiler, "_compile", fake)
+    specs = [dataclasses.replace(DELTA, batch_axes=n) for n in (1, 2, 3)]
+    kernels = compiler.load(specs, HOPPER)
+    assert [k.symbol for k in modules.kernels] == [spec.symbol for spec in specs]
+    assert kernels == [k.kernel for k in modules.kernels]
+
+
 @pytest.mark.parametrize("step", ["mkstemp", "fdopen", "replace"])
 def test_writing_fails_half_way(
     cache: Path, no_compiler: list[str], monkeypatch: pytest.MonkeyPatch, step: str
@@ -637,11 +692,11 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_loading_from_the_cache(
     cache: Path, no_compiler: list[str], modules: SimpleNamespace
 ) -> None:
-    kernel = compiler.load(DELTA, HOPPER)
+    (kernel,) = compiler.load([DELTA], HOPPER)
     assert kernel is modules.kernels[0].kernel
     assert modules.kernels[0].symbol == DELTA.symbol
     assert modules.kernels[0].max_dynamic_shared_size_bytes is None
-    compiler.load(DELTA, HOPPER)
+    compiler.load([DELTA], HOPPER)
     assert len(no_compiler) == 1
     assert [path.parent for path in modules.paths] == [cache, cache]
 
@@ -654,7 +709,7 @@ def test_loading_without_a_cache(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
-    compiler.load(DELTA, HOPPER)
+    compiler.load([DELTA], HOPPER)
     (path,) = modules.paths
     assert path.suffix == ".cubin" and not path.exists()
     assert modules.codes[0].startswith(DELTA.symbol.encode())
@@ -667,7 +722,7 @@ def test_an_error_of_the_driver(
     path, _ = cached_image(DELTA, 90)
     modules.refuse = lambda code: True
     with pytest.raises(Refusal):
-        compiler.load(DELTA, HOPPER)
+        compiler.load([DELTA], HOPPER)
     assert no_compiler == [DELTA.symbol]
     assert path.exists()
 
@@ -679,7 +734,7 @@ def test_more_shared_memory_than_usual_is_asked_for(
         spec = KernelSpec(
             "simt", "forward", FLOAT32, Variant(), row.tile, row.tile.threads, 1
         )
-        compiler.load(spec, HOPPER)
+        compiler.load([spec], HOPPER)
         asked = modules.kernels[-1].max_dynamic_shared_size_bytes
         assert asked == (spec.shared_memory if spec.shared_memory > 49152 else None)
     assert {k.max_dynamic_shared_size_bytes is None for k in modules.kernels} == {

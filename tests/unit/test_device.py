@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,10 +221,10 @@ def test_a_gpu_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("cupy")
     loaded = []
 
-    def load(spec: KernelSpec, info: DeviceInfo) -> object:
+    def load(specs: Sequence[KernelSpec], info: DeviceInfo) -> list[object]:
         assert info is HOPPER
-        loaded.append(spec)
-        return object()
+        loaded.extend(specs)
+        return [object() for _ in specs]
 
     monkeypatch.setattr(compiler, "load", load)
     gpu, other = CuPyDevice(0), CuPyDevice(1)
@@ -236,11 +236,14 @@ def test_a_gpu_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> Non
             "simt", "forward", np.dtype(dtype), Variant(), tile, tile.threads, 1
         )
 
-    first = gpu.kernel(spec(np.float32))
-    assert gpu.kernel(spec(np.float32)) is first
-    assert gpu.kernel(spec(np.float16)) is not first
-    assert other.kernel(spec(np.float32)) is not first
-    assert [s.dtype for s in loaded] == [np.float32, np.float16, np.float32]
+    single, half, double = map(spec, (np.float32, np.float16, np.float64))
+    (first,) = gpu.kernels([single])
+    second, again, third, repeated = gpu.kernels([half, single, double, half])
+    assert again is first and repeated is second
+    assert len({id(first), id(second), id(third)}) == 3
+    assert other.kernels([single])[0] is not first
+    assert loaded == [single, half, double, single]
+    assert gpu.kernels([]) == []
 
 
 # --- hypothetical ---------------------------------------------------------------------
