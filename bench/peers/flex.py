@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..workloads import Case
 
 # Of a process. Every new shape is compiled, its forward and its backward pass.
-COMPILE_SECONDS = 300.0
+COMPILE_SECONDS = 100.0
 # Above this many pairs of query and key the block mask isn't made from all of them at
 # once, but by a compiled function.
 _PAIRS = 1 << 30

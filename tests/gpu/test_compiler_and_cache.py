@@ -103,19 +103,18 @@ def test_caches_that_cannot_be_written(
 ) -> None:
     """Kernels are then made in memory."""
     _, outputs = filled
+    # Nobody can make a file in /proc, whereas root may write to a read-only folder.
     read_only = tmp_path / "read-only" / "cupy_flash"
-    read_only.mkdir(parents=True)
-    read_only.chmod(0o555)
+    read_only.parent.mkdir()
+    read_only.symlink_to("/proc", target_is_directory=True)
+    with pytest.raises(OSError):
+        (read_only / "kernel.cubin").write_bytes(b"")
     no_folder = tmp_path / "no-folder" / "cupy_flash"
     no_folder.parent.mkdir()
     no_folder.write_text("")
-    # CuPy itself refuses to start where it can't make its own folder.
     processes = [start(path.parent) for path in (read_only, no_folder)]
-    try:
-        for process in processes:
-            assert {finish(process)} == outputs
-    finally:
-        read_only.chmod(0o755)
+    for process in processes:
+        assert {finish(process)} == outputs
 
 
 def test_editing_a_header_makes_another_kernel(

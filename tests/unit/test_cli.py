@@ -370,21 +370,26 @@ def test_an_ascii_terminal(command: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-@pytest.mark.parametrize("no_color", ["", "1"])
+@pytest.mark.parametrize("wanted", [True, False])
 def test_colour_on_a_terminal_unless_it_is_unwanted(
-    no_color: str, tmp_path: Path
+    wanted: bool, tmp_path: Path
 ) -> None:
     master, slave = os.openpty()
     environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")
+    } | {
         "PYTHONPATH": str(ROOT), "CUPY_CACHE_DIR": str(tmp_path), "TERM": "xterm",
-        "NO_COLOR": no_color,
     }  # fmt: skip
+    if not wanted:
+        environment["NO_COLOR"] = "1"
     started = subprocess.Popen(
         [
             sys.executable, "-m", "cupy_flash", "precompile", "--head-dim", "16",
             "--dtype", "fp32", "--direction", "forward", "--arch", "sm_86",
         ],
-        env=os.environ | environment, stdout=slave, stderr=slave,
+        env=environment, stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)
     written = b""
@@ -400,7 +405,7 @@ def test_colour_on_a_terminal_unless_it_is_unwanted(
     assert started.wait(timeout=200) == 0
     assert b"1 kernels compiled" in written
     coloured = re.search(rb"\x1b\[[0-9;]*3[0-7]m", written) is not None
-    assert coloured == (not no_color)
+    assert coloured == wanted
 
 
 def test_a_reader_that_goes_away() -> None:

@@ -11,35 +11,52 @@ the source: then the next run takes seconds.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
-import multiprocessing
-import os
-import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
+from bench import compile_matrix
+from bench.compile_matrix import (
+    BY_ACCUMULATOR,
+    CAPABILITIES,
+    COMPILERS,
+    DTYPES,
+    FLOAT32,
+    FLOAT64,
+    HALVES,
+    KERNELS,
+    NEW,
+    RESULT,
+    Case,
+    Compiler,
+    Outcome,
+    build,
+    cases_for,
+    chosen_on,
+    compile_case,
+    everything,
+    kept_in,
+    passes,
+    plain,
+    pool,
+    row_of,
+    run_child,
+    run_compiler,
+    simt,
+    table_rows,
+)
+from bench.machine import source_sha256
 from cupy_flash import compiler, configs
-from cupy_flash.configs import SimtRow, SimtTile
-from cupy_flash.device import DeviceInfo, hypothetical
-from cupy_flash.plan import make_plan
-from cupy_flash.problem import ArrayInfo, Options
-from cupy_flash.spec import KernelSpec, Variant
-from cupy_flash.validate import contiguous_strides, make_problem
-
-FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-BY_ACCUMULATOR = {4: FLOAT32, 8: FLOAT64}
+from cupy_flash.device import hypothetical
+from cupy_flash.spec import Variant
 
 MAIN, OLDEST = 90, 75
-MORE = (75, 80, 86, 89, 100, 120)
 
 # Bytes of registers that a kernel may store to local memory, without and with options,
 # by the accumulator's size. A few dozen around the inner loops cost nothing that can be
@@ -49,100 +66,14 @@ MORE = (75, 80, 86, 89, 100, 120)
 # and isn't tuned.
 MAX_SPILL = {4: (128, 640), 8: (768, 1280)}
 
-KERNELS = {
-    "forward": configs.SIMT_FORWARD,
-    "backward_dq": configs.SIMT_BACKWARD,
-    "backward_dkdv": configs.SIMT_BACKWARD,
-    "backward_dbias": configs.SIMT_BACKWARD_DBIAS,
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel and the compute capability it is compiled for."""
-
-    spec: KernelSpec
-    capability: int
-
-    def __str__(self) -> str:
-        return f"sm_{self.capability}-{self.spec.symbol}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the compiler made of a case; `error` is empty if it could."""
-
-    error: str = ""
-    elf: bool = False
-    registers: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-
 
 # --- The cases ------------------------------------------------------------------------
-
-
-def plain(kernel: str, dtype: np.dtype) -> Variant:
-    return Variant(bias=dtype if kernel == "backward_dbias" else None)
-
-
-def everything(dtype: np.dtype) -> Variant:
-    return Variant(
-        left=True, right=True, softcap=True, alibi=True, bias=dtype, mask=True
-    )
-
-
-def simt(
-    kernel: str, tile: SimtTile, dtype: np.dtype, variant: Variant, batch_axes: int = 1
-) -> KernelSpec:
-    return KernelSpec("simt", kernel, dtype, variant, tile, tile.threads, batch_axes)
-
-
-def passes(dtype: np.dtype, batch_axes: int = 1) -> list[KernelSpec]:
-    accumulator = 8 if dtype == FLOAT64 else 4
-    (row,) = (r for r in configs.SIMT_BACKWARD_DBIAS if r.accumulator == accumulator)
-    threads = configs.PASS_THREADS
-    return [
-        KernelSpec("passes", "delta", dtype, Variant(), None, threads, batch_axes),
-        KernelSpec(
-            "passes", "reduce_dbias", dtype, Variant(bias=dtype), row.tile, threads,
-            batch_axes,
-        ),
-    ]  # fmt: skip
-
-
-def chosen_on(gpu: DeviceInfo) -> set[tuple[str, int, SimtTile]]:
-    """Return the kernels and tiles that some head size gets on a GPU."""
-
-    def info(*shape: int, dtype: np.dtype) -> ArrayInfo:
-        return ArrayInfo(shape, contiguous_strides(shape, dtype), dtype)
-
-    found = set()
-    sizes = (16, 32, 64, 96, 128, 256)
-    for d, dv, dtype in itertools.product(sizes, sizes, (FLOAT32, FLOAT64)):
-        q, v = info(9, 1, d, dtype=dtype), info(9, 1, dv, dtype=dtype)
-        arrays = {
-            "q": q, "k": q, "v": v, "out": v, "dout": v,
-            "lse": info(1, 9, dtype=dtype), "bias": info(9, 9, dtype=dtype),
-        }  # fmt: skip
-        for direction in ("forward", "backward"):
-            options = Options(direction, bias_grad=direction == "backward")
-            for step in make_plan(make_problem(arrays, options), gpu).steps:
-                if step.spec.family == "simt":
-                    found.add((step.spec.kernel, dtype.itemsize, step.spec.tile))
-    return found
-
-
-def rows() -> Iterator[tuple[str, SimtRow]]:
-    for kernel, table in KERNELS.items():
-        for row in table:
-            yield kernel, row
 
 
 def main_cases() -> list[Case]:
     chosen = chosen_on(hypothetical(f"sm_{MAIN}"))
     cases = []
-    for kernel, row in rows():
+    for kernel, row in table_rows():
         is_main = (kernel, row.accumulator, row.tile) in chosen
         dtype = BY_ACCUMULATOR[row.accumulator]
         for variant in (plain(kernel, dtype), everything(dtype)):
@@ -160,68 +91,19 @@ def main_cases() -> list[Case]:
         mixed = Variant(bias=FLOAT64 if kernel == "backward_dbias" else HALVES[0])
         specs.append(simt(kernel, tile, FLOAT32, mixed))
         cases += [Case(spec, MAIN) for spec in specs]
-    for dtype in (*HALVES, FLOAT32, FLOAT64):
+    for dtype in DTYPES:
         cases += [Case(spec, MAIN) for spec in passes(dtype)]
     cases += [Case(spec, MAIN) for spec in passes(FLOAT32, batch_axes=4)]
     return list(dict.fromkeys(cases))
 
 
 def more_cases() -> list[Case]:
-    cases = []
-    for capability in MORE:
-        chosen = chosen_on(hypothetical(f"sm_{capability}"))
-        for kernel, row in rows():
-            if (kernel, row.accumulator, row.tile) not in chosen:
-                continue
-            dtype = BY_ACCUMULATOR[row.accumulator]
-            specs = [simt(kernel, row.tile, dtype, plain(kernel, dtype))]
-            specs.append(simt(kernel, row.tile, dtype, everything(dtype)))
-            cases += [Case(spec, capability) for spec in specs]
-        for dtype in (*HALVES, FLOAT32, FLOAT64):
-            cases += [Case(spec, capability) for spec in passes(dtype)]
     main = set(main_cases())
+    cases = [case for capability in NEW for case in cases_for(capability)]
     return [case for case in dict.fromkeys(cases) if case not in main]
 
 
 # --- Compiling them, on all cores -----------------------------------------------------
-
-
-def build(case: Case, folder: Path) -> Outcome:
-    """Compile a case, or look up what came of it the last time."""
-    flags, suffix = compiler.options(case.capability)
-    flags = (*flags, "--ptxas-options=-v")
-    source = compiler.source_text(case.spec)
-    key = repr((source, flags, compiler.nvrtc_version(), Outcome()))
-    file = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    try:
-        return Outcome(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
-        pass  # not there, or not written to its end
-    outcome = compile_case(source, case.spec.symbol, flags, suffix)
-    if not outcome.error:
-        file.write_text(json.dumps(dataclasses.asdict(outcome)))
-    return outcome
-
-
-def compile_case(
-    source: str, symbol: str, flags: tuple[str, ...], suffix: str
-) -> Outcome:
-    try:
-        image = compiler._compile(source, symbol, flags, suffix)
-    except compiler.CompileError as error:
-        return Outcome(error=str(error))
-
-    def number(pattern: str) -> int:
-        match = re.search(pattern, image.log)
-        assert match is not None, f"no {pattern!r} in the compiler's log: {image.log}"
-        return int(match[1])
-
-    return Outcome(
-        elf=suffix == ".cubin" and image.code.startswith(b"\x7fELF"),
-        registers=number(r"Used (\d+) registers"),
-        stack=number(r"(\d+) bytes stack frame"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-    )
 
 
 @pytest.fixture(scope="session")
@@ -229,11 +111,7 @@ def outcome_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Case], Outcome]]:
     """What became of a case; all selected ones are compiled at once."""
-    root = os.environ.get("CUPY_CACHE_DIR")
-    folder = Path(root) / "cupy_flash_matrix" if root else None
-    if folder is None:
-        folder = tmp_path_factory.mktemp("matrix")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = kept_in() or tmp_path_factory.mktemp("matrix")
     if hasattr(request.config, "workerinput"):  # pytest-xdist has processes already
         yield lambda case: build(case, folder)
         return
@@ -243,13 +121,12 @@ def outcome_of(
         if hasattr(item, "callspec")
         and isinstance(item.callspec.params.get("case"), Case)
     }
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=context)
     # Those that take longest first.
     ordered = sorted(cases, key=lambda case: (case.spec.shared_memory, str(case)))
-    futures = {case: pool.submit(build, case, folder) for case in reversed(ordered)}
+    workers = pool()
+    futures = {case: workers.submit(build, case, folder) for case in reversed(ordered)}
     yield lambda case: futures[case].result()
-    pool.shutdown(cancel_futures=True)
+    workers.shutdown(cancel_futures=True)
 
 
 # --- The tests ------------------------------------------------------------------------
@@ -286,7 +163,7 @@ def test_all_rows_are_compiled() -> None:
         (case.spec.kernel, case.spec.dtype.itemsize, case.spec.tile)
         for case in main_cases()
     }
-    for kernel, row in rows():
+    for kernel, row in table_rows():
         assert (kernel, row.accumulator, row.tile) in compiled
     capabilities = {case.capability for case in main_cases()}
     assert capabilities == {MAIN, OLDEST}
@@ -318,3 +195,100 @@ def test_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             build(Case(case.spec, OLDEST), tmp_path)
     file.write_text(file.read_text()[:20])
     assert build(case, tmp_path) == outcome
+
+
+# --- Other versions of NVRTC ----------------------------------------------------------
+
+
+def check_rows(rows: Sequence[Mapping[str, Any]], capabilities: Sequence[int]) -> None:
+    """All are there, and none failed."""
+    assert [row["capability"] for row in rows] == list(capabilities)
+    for row in rows:
+        assert row["failed"] == 0, row["first_error"]
+        assert row["kernels"] == len(cases_for(row["capability"]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "wanted", [c for c in COMPILERS if "." not in c.version], ids=str
+)
+def test_compiles_with_the_newest_nvrtc(wanted: Compiler) -> None:
+    """Of CUDA 13, and of CUDA 12 for older GPUs, in environments made for them."""
+    check_rows(run_compiler(wanted), wanted.capabilities)
+
+
+def test_the_record_is_whole_and_without_failure() -> None:
+    """The README's table is made of it."""
+    record = json.loads(RESULT.read_text(encoding="utf-8"))
+    rows = iter(record["rows"])
+    for wanted in COMPILERS:
+        part = list(itertools.islice(rows, len(wanted.capabilities)))
+        check_rows(part, wanted.capabilities)
+        assert all(wanted.is_met_by(row["nvrtc"]) for row in part)
+    assert not list(rows)
+    assert record["meta"]["source_sha256"] == source_sha256(), (
+        "the sources have changed since; python -m bench.compile_matrix renews it"
+    )
+
+
+def test_every_row_is_chosen_on_some_gpu() -> None:
+    """What no GPU of the matrix gets would be compiled nowhere in it."""
+    chosen = set()
+    for capability in CAPABILITIES:
+        chosen |= chosen_on(hypothetical(f"sm_{capability}"))
+    assert chosen == {(kernel, r.accumulator, r.tile) for kernel, r in table_rows()}
+
+
+def test_cases_are_what_a_gpu_gets() -> None:
+    """Each kernel and tile once plainly and once with all options, halves once."""
+    for capability in CAPABILITIES:
+        cases = cases_for(capability)
+        assert len(set(cases)) == len(cases)
+        chosen = chosen_on(hypothetical(f"sm_{capability}"))
+        made = Counter(
+            (c.spec.kernel, c.spec.dtype.itemsize, c.spec.tile)
+            for c in cases
+            if c.spec.family == "simt" and c.spec.dtype not in HALVES
+        )
+        assert set(made) == chosen and set(made.values()) == {2}
+        kinds = {(case.spec.kernel, case.spec.dtype) for case in cases}
+        assert kinds >= set(itertools.product(KERNELS, HALVES))
+        assert kinds >= set(itertools.product(("delta", "reduce_dbias"), DTYPES))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "version", "met"),
+    [
+        ("13.0", "13.0", True), ("13", "13.0", True), ("13", "13.5", True),
+        ("13.0", "13.5", False), ("12", "13.0", False), ("1", "13.0", False),
+        ("13.0", "13", False),
+    ],
+)  # fmt: skip
+def test_versions(wanted: str, version: str, met: bool) -> None:
+    assert Compiler(wanted, (), ()).is_met_by(version) is met
+
+
+def test_another_nvrtc_than_is_wanted_is_refused() -> None:
+    """A toolkit's NVRTC may come before that of the environment."""
+    wanted = Compiler("11", (), ())
+    with pytest.MonkeyPatch.context() as patch:
+        rows = json.dumps([{"nvrtc": "13.0"}])
+        run = subprocess.CompletedProcess([], 0, rows)
+        patch.setattr(compile_matrix.subprocess, "run", lambda *_, **__: run)
+        with pytest.raises(RuntimeError, match=r"NVRTC 11 is wanted, .* 13\.0"):
+            run_child("python", wanted)
+
+
+def test_a_row_counts_failures() -> None:
+    pytest.importorskip("cupy")
+    good, bad = Outcome(elf=True, registers=40, spill_stores=8), Outcome("no such type")
+    row = row_of(90, [good, bad, bad])
+    assert (row["kernels"], row["failed"], row["first_error"]) == (3, 2, "no such type")
+    assert (row["max_registers"], row["max_spill_bytes"]) == (40, 8)
+    assert row_of(90, [good])["first_error"] is None
+
+
+def test_ptx_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine code was made, so nothing is known of the GPU."""
+    monkeypatch.setattr(compiler, "options", lambda _: ((), ".ptx"))
+    assert "only PTX" in compile_case(Case(passes(FLOAT32)[0], MAIN)).error

@@ -509,6 +509,55 @@ def test_a_folder_that_cannot_be_made(
     assert files(tmp_path) == ["file"]
 
 
+UNWRITABLE = """
+import os, pickle, sys, tempfile
+from cupy_flash import compiler, settings
+kept, damaged, absent = pickle.loads(bytes.fromhex(sys.argv[1]))
+compiler.compile_image(absent, 90)  # loads NVRTC, which may lie in root's home
+if os.geteuid() == 0:  # root may write to any folder
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+folder = settings.cache_folder()
+try:
+    tempfile.mkstemp(dir=folder)
+except OSError:
+    pass
+else:
+    sys.exit("the folder can be written, so this tests nothing")
+before = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+for spec in (damaged, absent, damaged, absent):
+    path, image = compiler.cached_image(spec, 90)
+    assert path is None and image.code[:4] == bytes([127]) + b"ELF"
+def refuse(*arguments): raise AssertionError("compiled again")
+compiler._compile = refuse
+path, image = compiler.cached_image(kept, 90)
+assert path.parent == folder and image is None
+assert not settings.cache_is_temporary()
+assert sorted((path.name, path.read_bytes()) for path in folder.iterdir()) == before
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs POSIX permissions")
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that somebody else filled: what is good there is used, the rest is made.
+
+    The folder isn't pytest's, which no other user may enter.
+    """
+    specs = [dataclasses.replace(DELTA, batch_axes=n) for n in (1, 2, 3)]
+    with tempfile.TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        monkeypatch.setenv("CUPY_CACHE_DIR", root)
+        cached_image(specs[0], 90)
+        path, image = cached_image(specs[1], 90)
+        path.write_bytes(image.code[: len(image.code) // 2])
+        path.parent.chmod(0o555)
+        try:
+            run_python(UNWRITABLE, pickle.dumps(specs).hex())
+        finally:
+            path.parent.chmod(0o755)
+
+
 def test_no_home_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: list[str]
 ) -> None:

@@ -1,0 +1,375 @@
+"""Compiles every tile for every kind of GPU, by every version of NVRTC that matters.
+
+    python -m bench.compile_matrix
+
+NVRTC 13.0, the newest 13 and the newest 12 each run in an environment of their own, if
+the present one doesn't have that version. What came of it goes to
+bench/results/compile-matrix.json, from which the README's table is made.
+
+Outcomes are kept in a subfolder of ``CUPY_CACHE_DIR``, if that is set, under a hash of
+the source: a run that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupy_flash import compiler, configs
+from cupy_flash.configs import SimtRow, SimtTile
+from cupy_flash.device import DeviceInfo, hypothetical
+from cupy_flash.plan import make_plan
+from cupy_flash.problem import ArrayInfo, Options
+from cupy_flash.spec import KernelSpec, Variant
+from cupy_flash.validate import contiguous_strides, make_problem
+
+from .machine import ROOT, source_sha256
+
+RESULT = ROOT / "bench" / "results" / "compile-matrix.json"
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+DTYPES = (*HALVES, FLOAT32, FLOAT64)
+BY_ACCUMULATOR = {4: FLOAT32, 8: FLOAT64}
+KERNELS = {
+    "forward": configs.SIMT_FORWARD,
+    "backward_dq": configs.SIMT_BACKWARD,
+    "backward_dkdv": configs.SIMT_BACKWARD,
+    "backward_dbias": configs.SIMT_BACKWARD_DBIAS,
+}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A version of NVRTC and the GPUs it is asked for.
+
+    Attributes
+    ----------
+    version : str
+        The version, or as much of it as matters.
+    requirements : tuple of str
+        What pip installs, which takes the newest there is.
+    capabilities : tuple of int
+    """
+
+    version: str
+    requirements: tuple[str, ...]
+    capabilities: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"NVRTC {self.version}"
+
+    def is_met_by(self, version: str) -> bool:
+        """Whether a whole version is this one."""
+        return f"{version}.".startswith(f"{self.version}.")
+
+
+# CUDA 13 begins at compute capability 7.5; what is older gets an NVRTC of CUDA 12.
+OLD, NEW = (50, 52, 60, 61, 70, 72), (75, 80, 86, 89, 90, 100, 120)
+CAPABILITIES = (*OLD, *NEW)
+NEEDED = ("ml_dtypes", "numpy", "rich")
+COMPILERS = (
+    Compiler("13.0", ("cupy-cuda13x", "nvidia-cuda-nvrtc==13.0.*", *NEEDED), NEW),
+    Compiler("13", ("cupy-cuda13x", "nvidia-cuda-nvrtc==13.*", *NEEDED), NEW),
+    Compiler("12", ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12==12.*", *NEEDED), OLD),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the compute capability it is compiled for."""
+
+    spec: KernelSpec
+    capability: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability}-{self.spec.symbol}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler made of a case; `error` is empty if it could."""
+
+    error: str = ""
+    elf: bool = False
+    registers: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+
+
+# --- The cases ------------------------------------------------------------------------
+
+
+def plain(kernel: str, dtype: np.dtype) -> Variant:
+    """Return the variant without options."""
+    return Variant(bias=dtype if kernel == "backward_dbias" else None)
+
+
+def everything(dtype: np.dtype) -> Variant:
+    """Return the variant with all options."""
+    return Variant(
+        left=True, right=True, softcap=True, alibi=True, bias=dtype, mask=True
+    )
+
+
+def simt(
+    kernel: str, tile: SimtTile, dtype: np.dtype, variant: Variant, batch_axes: int = 1
+) -> KernelSpec:
+    """Return a kernel of the family `simt`."""
+    return KernelSpec("simt", kernel, dtype, variant, tile, tile.threads, batch_axes)
+
+
+def passes(dtype: np.dtype, batch_axes: int = 1) -> list[KernelSpec]:
+    """Return the passes around backward."""
+    accumulator = 8 if dtype == FLOAT64 else 4
+    (row,) = (r for r in configs.SIMT_BACKWARD_DBIAS if r.accumulator == accumulator)
+    threads = configs.PASS_THREADS
+    return [
+        KernelSpec("passes", "delta", dtype, Variant(), None, threads, batch_axes),
+        KernelSpec(
+            "passes", "reduce_dbias", dtype, Variant(bias=dtype), row.tile, threads,
+            batch_axes,
+        ),
+    ]  # fmt: skip
+
+
+def table_rows() -> Iterator[tuple[str, SimtRow]]:
+    """Yield each kernel with each row of its table."""
+    for kernel, table in KERNELS.items():
+        for row in table:
+            yield kernel, row
+
+
+def chosen_on(gpu: DeviceInfo) -> set[tuple[str, int, SimtTile]]:
+    """Return the kernels and tiles that some head size gets on a GPU."""
+
+    def info(*shape: int, dtype: np.dtype) -> ArrayInfo:
+        return ArrayInfo(shape, contiguous_strides(shape, dtype), dtype)
+
+    found = set()
+    sizes = configs.head_dim_buckets()
+    for d, dv, dtype in itertools.product(sizes, sizes, (FLOAT32, FLOAT64)):
+        q, v = info(9, 1, d, dtype=dtype), info(9, 1, dv, dtype=dtype)
+        arrays = {
+            "q": q, "k": q, "v": v, "out": v, "dout": v,
+            "lse": info(1, 9, dtype=dtype), "bias": info(9, 9, dtype=dtype),
+        }  # fmt: skip
+        for direction in ("forward", "backward"):
+            options = Options(direction, bias_grad=direction == "backward")
+            for step in make_plan(make_problem(arrays, options), gpu).steps:
+                if step.spec.family == "simt":
+                    found.add((step.spec.kernel, dtype.itemsize, step.spec.tile))
+    return found
+
+
+def cases_for(capability: int) -> list[Case]:
+    """Return each tile that a GPU gets with no option and with all, and the passes."""
+    chosen = chosen_on(hypothetical(f"sm_{capability}"))
+    specs = []
+    for kernel, row in table_rows():
+        if (kernel, row.accumulator, row.tile) in chosen:
+            dtype = BY_ACCUMULATOR[row.accumulator]
+            for variant in (plain(kernel, dtype), everything(dtype)):
+                specs.append(simt(kernel, row.tile, dtype, variant))
+    for kernel in KERNELS:  # halves differ by their loads and stores alone
+        tile = next(r.tile for r in KERNELS[kernel] if (kernel, 4, r.tile) in chosen)
+        specs += [simt(kernel, tile, half, everything(half)) for half in HALVES]
+    for dtype in DTYPES:
+        specs += passes(dtype)
+    return [Case(spec, capability) for spec in dict.fromkeys(specs)]
+
+
+# --- Compiling ------------------------------------------------------------------------
+
+
+def compile_case(case: Case) -> Outcome:
+    """Compile a case and read what the compiler says of it."""
+    try:
+        flags, suffix = compiler.options(case.capability)
+        if suffix != ".cubin":
+            return Outcome(error=f"no machine code for {case}, only PTX")
+        image = compiler._compile(
+            compiler.source_text(case.spec), case.spec.symbol,
+            (*flags, "--ptxas-options=-v"), suffix,
+        )  # fmt: skip
+    except compiler.CompileError as error:
+        return Outcome(error=str(error))
+
+    def number(pattern: str) -> int:
+        match = re.search(pattern, image.log)
+        assert match is not None, f"no {pattern!r} in the compiler's log: {image.log}"
+        return int(match[1])
+
+    return Outcome(
+        elf=image.code.startswith(b"\x7fELF"),
+        registers=number(r"Used (\d+) registers"),
+        stack=number(r"(\d+) bytes stack frame"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+    )
+
+
+def kept_in() -> Path | None:
+    """Return the folder where outcomes are kept, None if they aren't."""
+    root = os.environ.get("CUPY_CACHE_DIR")
+    return Path(root) / "cupy_flash_matrix" if root else None
+
+
+def build(case: Case, folder: Path | None) -> Outcome:
+    """Compile a case, or look up what came of it the last time."""
+    if folder is None:
+        return compile_case(case)
+    flags, _ = compiler.options(case.capability)
+    source = compiler.source_text(case.spec)
+    key = repr((source, flags, compiler.nvrtc_version(), Outcome()))
+    file = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    try:
+        return Outcome(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass  # not there, or not written to its end
+    outcome = compile_case(case)
+    if not outcome.error:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+    return outcome
+
+
+def pool() -> ProcessPoolExecutor:
+    """Return a process for each core."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=context)
+
+
+def compile_all(capabilities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Compile for some GPUs with the present NVRTC, and yield a row for each."""
+    with pool() as workers:
+        for capability in capabilities:
+            cases = cases_for(capability)
+            folders = itertools.repeat(kept_in())
+            yield row_of(capability, list(workers.map(build, cases, folders)))
+
+
+def row_of(capability: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return what the result file says of a GPU."""
+    import cupy
+
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    return {
+        "nvrtc": "{}.{}".format(*compiler.nvrtc_version()),
+        "cupy": cupy.__version__,
+        "capability": capability,
+        "kernels": len(outcomes),
+        "failed": len(errors),
+        "first_error": errors[0] if errors else None,
+        "max_registers": max(outcome.registers for outcome in outcomes),
+        "max_spill_bytes": max(outcome.spill_stores for outcome in outcomes),
+        "shared_memory_limit": hypothetical(f"sm_{capability}").shared_memory,
+    }
+
+
+# --- In an environment of its own -----------------------------------------------------
+
+
+def run_compiler(wanted: Compiler, *, fresh: bool = True) -> list[dict[str, Any]]:
+    """Return the rows of a version of NVRTC.
+
+    Parameters
+    ----------
+    wanted : Compiler
+    fresh : bool, default True
+        Make an environment, whatever the present one has.
+    """
+    if not fresh:
+        return run_child(sys.executable, wanted)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        binaries = "Scripts" if os.name == "nt" else "bin"
+        python = str(Path(folder, binaries, "python"))
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", *wanted.requirements], check=True
+        )
+        return run_child(python, wanted)
+
+
+def run_child(python: str, wanted: Compiler) -> list[dict[str, Any]]:
+    """Compile in another process, which may have another NVRTC.
+
+    Raises
+    ------
+    RuntimeError
+        If it has another one than is wanted, such as that of an installed toolkit.
+    """
+    arguments = map(str, wanted.capabilities)
+    run = subprocess.run(
+        [python, "-m", "bench.compile_matrix", "--here", *arguments],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rows = json.loads(run.stdout)
+    for row in rows:
+        if not wanted.is_met_by(row["nvrtc"]):
+            raise RuntimeError(f"{wanted} is wanted, and found is {row['nvrtc']}")
+    return rows
+
+
+def is_present(wanted: Compiler) -> bool:
+    """Whether the present environment has exactly that version.
+
+    Which one is the newest of a major version isn't known here.
+    """
+    return "{}.{}".format(*compiler.nvrtc_version()) == wanted.version
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all compilers and write the result, or compile with the present one."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.compile_matrix", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--here", type=int, nargs="+", metavar="NN",
+        help="compile for these compute capabilities with the present NVRTC and print "
+        "the rows",
+    )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    if chosen.here:
+        rows = []
+        for row in compile_all(chosen.here):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+        print(json.dumps(rows))
+        return
+    meta = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
+        "command": "python -m bench.compile_matrix",
+        "source_sha256": source_sha256(),
+    }
+    rows = [
+        row
+        for entry in COMPILERS
+        for row in run_compiler(entry, fresh=not is_present(entry))
+    ]
+    text = json.dumps({"meta": meta, "rows": rows}, indent=1)
+    RESULT.write_text(f"{text}\n", encoding="utf-8")
+    failed = sum(row["failed"] for row in rows)
+    print(f"{RESULT.relative_to(ROOT)}: {failed} failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
