@@ -48,9 +48,18 @@ class Environment:
         )
         return run.stdout
 
+    def pip(self, *arguments: str) -> str:
+        """Run pip for this environment and return what it prints."""
+        command = [sys.executable, "-m", "pip", "--python", str(self.python)]
+        run = subprocess.run(
+            [*command, *arguments], cwd=self.folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, f"{arguments}: {run.stdout}\n{run.stderr}"
+        return run.stdout
+
     def install(self, *requirements: str) -> None:
         """Install by pip."""
-        self.run("-m", "pip", "install", "--quiet", *requirements)
+        self.pip("install", "--quiet", "--no-compile", *requirements)
 
     def version(self, package: str) -> str:
         """Return the version of an installed package."""
@@ -59,14 +68,12 @@ class Environment:
 
 
 def make_environment(folder: Path, python: str = sys.executable) -> Environment:
-    """Make a virtual environment with the newest pip."""
-    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
+    """Make a virtual environment; pip stays outside."""
+    subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     binaries = "Scripts" if os.name == "nt" else "bin"
     run_in = folder / "elsewhere"
     run_in.mkdir()
-    environment = Environment(folder / "venv" / binaries / "python", run_in)
-    environment.install("--upgrade", "pip")
-    return environment
+    return Environment(folder / "venv" / binaries / "python", run_in)
 
 
 def working_python(*versions: str) -> str | None:
@@ -120,18 +127,9 @@ def requirements(*extras: str) -> list[str]:
 
 
 def lowest(wanted: Sequence[str]) -> list[str]:
-    """Turn lower bounds into the versions that they name: a>=1.2 into a==1.2.*.
-
-    a>=1 becomes a==1.0.*. Without a bound any version will do.
-    """
-    pins = []
-    for requirement in wanted:
-        name, _, bound = requirement.partition(">=")
-        if bound:
-            bound = bound if "." in bound else f"{bound}.0"
-            name += f"=={bound}.*"
-        pins.append(name)
-    return pins
+    """Turn lower bounds into the versions that they name: a>=1.2 into a==1.2."""
+    assert all(">=" in requirement for requirement in wanted)
+    return [requirement.replace(">=", "==") for requirement in wanted]
 
 
 def oldest_python() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.message
 import email.parser
 import hashlib
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import cupy_flash
 from .environments import (
     ROOT,
     Environment,
-    copy_of_the_tree,
     make_environment,
     named_pythons,
     oldest_python,
@@ -46,39 +44,6 @@ assert image.suffix == ".cubin" and image.code.startswith(b"\\x7fELF")
 print(cupy_flash.__file__)
 print(compiler.source_root())
 """
-
-
-@pytest.fixture(scope="session")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_of_the_tree(tmp_path_factory.mktemp("tree") / "cupy_flash")
-
-
-@pytest.fixture(scope="session")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    environment = make_environment(tmp_path_factory.mktemp("builder"))
-    environment.install("build", "twine")
-    return environment
-
-
-@pytest.fixture(scope="session")
-def built(
-    tree: Path, builder: Environment, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """The wheel and the sdist of the tree, and a wheel made of that sdist alone."""
-    folder = tmp_path_factory.mktemp("built")
-    builder.run(
-        "-m", "build", "--wheel", "--sdist", "--outdir", str(folder / "tree"), str(tree)
-    )
-    (wheel,) = (folder / "tree").glob("*.whl")
-    (sdist,) = (folder / "tree").glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    builder.run(
-        "-m", "build", "--wheel", "--outdir", str(folder / "again"), str(unpacked)
-    )
-    (again,) = (folder / "again").glob("*.whl")
-    return {"wheel": wheel, "sdist": sdist, "wheel of the sdist": again}
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -115,7 +80,7 @@ def test_it_works_where_the_checkout_is_not(
 
 def test_requirements_are_met(installed: tuple[str, Environment]) -> None:
     _, environment = installed
-    assert "No broken requirements" in environment.run("-m", "pip", "check")
+    assert "No broken requirements" in environment.pip("check")
 
 
 def test_the_command_line_works(installed: tuple[str, Environment]) -> None:
@@ -124,6 +89,16 @@ def test_the_command_line_works(installed: tuple[str, Environment]) -> None:
     assert environment.run(*command, "--version").strip() == cupy_flash.__version__
     assert "sm_86" in environment.run(*command, "explain", "--arch", "sm_86")
     assert "CUDA sources" in environment.run(*command, "info")
+
+
+def test_cuda_12(built: dict[str, Path], tmp_path: Path) -> None:
+    """The other extra, which GPUs need that CUDA 13 has given up."""
+    environment = make_environment(tmp_path)
+    environment.install(f"cupy-flash[cuda12] @ {built['wheel'].as_uri()}")
+    assert "No broken requirements" in environment.pip("check")
+    old_gpu = CHECK.replace("sm_90", "sm_61").replace("spec, 90", "spec, 61")
+    assert old_gpu != CHECK
+    assert environment.run("-c", old_gpu)
 
 
 # --- The files ------------------------------------------------------------------------
@@ -166,14 +141,14 @@ def metadata(built: dict[str, Path]) -> email.message.Message:
         return email.parser.Parser().parsestr(archive.read(name).decode())
 
 
-def test_metadata(metadata: email.message.Message) -> None:
+def test_metadata(metadata: email.message.Message, tree: Path) -> None:
     assert metadata["Name"] == "cupy-flash"
     assert metadata["Version"] == cupy_flash.__version__
     assert metadata["License-Expression"] == "MIT"
     assert metadata["License-File"] == "LICENSE"
     assert metadata["Requires-Python"] == f">={oldest_python()}"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert metadata.get_payload().strip() == (tree / "README.md").read_text().strip()
     assert metadata["Summary"] and metadata["Keywords"]
     assert set(metadata.get_all("Provides-Extra")) == set(
         setup_cfg()["options.extras_require"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import readme
-from bench.compile_matrix import NEW, OLD
 
 PAGE = """# Title
 
@@ -23,15 +23,20 @@ end
 MAKERS = {"one": lambda: "first\nlines", "two": lambda: "second"}
 
 
-def cells(text: str) -> list[list[str]]:
-    """Return a table's rows without its head, after a look at its form."""
-    head, rule, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-    ]
-    assert set(rule) == {"---"}
-    assert {len(row) for row in (head, rule, *rows)} == {len(head)}
-    return rows
+def tables(text: str) -> list[list[list[str]]]:
+    """Return the rows of each table without its head, after a look at its form."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        if not paragraph.startswith("|"):
+            continue
+        head, rule, *rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in paragraph.splitlines()
+        ]
+        assert set(rule) == {"---"}
+        assert {len(row) for row in (head, rule, *rows)} == {len(head)}
+        found.append(rows)
+    return found
 
 
 # --- The real page --------------------------------------------------------------------
@@ -49,7 +54,7 @@ def test_the_page_has_its_parts() -> None:
         part = re.search(
             rf"<!-- begin {name} -->\n(.*)\n<!-- end {name} -->", text, re.S
         )
-        assert part is not None and len(cells(part[1])) >= 4
+        assert part is not None and all(tables(part[1]))
 
 
 # --- Markers --------------------------------------------------------------------------
@@ -101,33 +106,64 @@ def test_checking_and_renewing(
 # --- The parts ------------------------------------------------------------------------
 
 
-def test_what_was_compiled() -> None:
-    report = {
+def compiled(failed: int) -> dict[str, list[dict[str, object]]]:
+    return {
         "rows": [
             {"nvrtc": "13.0", "capability": 90, "kernels": 66, "failed": 0},
             {"nvrtc": "13.0", "capability": 120, "kernels": 62, "failed": 0},
-            {"nvrtc": "13.5", "capability": 90, "kernels": 66, "failed": 2},
+            {"nvrtc": "13.5", "capability": 90, "kernels": 66, "failed": failed},
             {"nvrtc": "12.9", "capability": 61, "kernels": 40, "failed": 0},
         ]
     }
-    found = cells(readme.compile_matrix(report))
-    assert found == [
-        ["6.1", "Pascal", "12.9", "40", "0"],
-        ["9.0", "Hopper", "13.0, 13.5", "66", "2"],
-        ["12.0", "Blackwell", "13.0", "62", "0"],
+
+
+def test_what_was_compiled() -> None:
+    text = readme.compile_matrix(compiled(failed=0))
+    assert tables(text) == [
+        [
+            ["6.1", "Pascal", "12.9", "40"],
+            ["9.0", "Hopper", "13.0, 13.5", "66"],
+            ["12.0", "Blackwell", "13.0", "62"],
+        ]
     ]
+    assert text.endswith("None of these 234 compilations failed.")
+
+
+def test_a_failure_is_said() -> None:
+    text = readme.compile_matrix(compiled(failed=2))
+    assert text.endswith("2 of these 234 compilations failed: for 9.0 with NVRTC 13.5.")
 
 
 def test_which_gpu_gets_which_kernel() -> None:
-    """Every GPU of the compile matrix once, with the shared memory a block can have."""
-    rows = cells(readme.kernels())
-    listed = [gpu for row in rows for gpu in row[0].split(", ")]
-    assert sorted(listed) == sorted(readme.dotted(c) for c in (*OLD, *NEW))
-    of_gpu = {gpu: row for row in rows for gpu in row[0].split(", ")}
-    for gpu, memory in (("6.1", "48 KiB"), ("7.5", "64 KiB"), ("9.0", "227 KiB")):
-        assert of_gpu[gpu][1] == memory
-    # Where shared memory is short, a large head gets another tile.
-    assert of_gpu["6.1"][3:] != of_gpu["9.0"][3:]
+    """As planning says it, for each kind of GPU, dtype and head size."""
+    gpus = readme.gpus_of(compiled(failed=0))
+    assert [gpu.compute_capability for gpu in gpus] == [61, 90, 120]
+    families, tiles = tables(readme.kernels(gpus))
+    assert families == [
+        [
+            "6.1–12.0",
+            "Pascal to Blackwell",
+            "float16, bfloat16, float32, float64",
+            "`simt`",
+        ]
+    ]
+    for gpu, where in ((gpus[0], "6.1"), (gpus[1], "9.0–12.0")):
+        forward = readme.shapes(readme.plan(gpu, np.dtype(np.float32), 64, "forward"))
+        assert any(
+            row[0].endswith("float32") and row[1] == where and row[4] == forward
+            for row in tiles
+        )
+    assert {row[2] for row in tiles if row[1] == "6.1"} == {"48 KiB"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [((32, 64), "up to 64"), ((96,), "65–96"), ((128, 256), "over 96"),
+     ((32, 64, 96, 128, 256), "any")],
+)  # fmt: skip
+def test_ranges_of_head_sizes(chosen: tuple[int, ...], words: str) -> None:
+    """The last size stands for all that are larger."""
+    assert readme.head_sizes(chosen, (32, 64, 96, 128, 256)) == words
 
 
 @pytest.mark.parametrize(
