@@ -364,10 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for entry in COMPILERS
         for row in run_compiler(entry, fresh=not is_present(entry))
     ]
+    if source_sha256() != meta["source_sha256"]:
+        sys.exit("the sources changed meanwhile; nothing is written")
     text = json.dumps({"meta": meta, "rows": rows}, indent=1)
     RESULT.write_text(f"{text}\n", encoding="utf-8")
     failed = sum(row["failed"] for row in rows)
-    print(f"{RESULT.relative_to(ROOT)}: {failed} failed")
+    print(f"{RESULT.name}: {failed} failed")
     sys.exit(bool(failed))
 
 

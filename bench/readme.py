@@ -27,6 +27,7 @@ from cupy_flash.dtypes import ELEMENT_TYPES
 from cupy_flash.plan import Plan
 from cupy_flash.problem import Options
 
+from . import speed
 from .compile_matrix import RESULT
 from .machine import ROOT
 
@@ -243,6 +244,7 @@ def parts() -> dict[str, Callable[[], str]]:
     return {
         "compile-matrix": lambda: compile_matrix(load(RESULT)),
         "kernels": lambda: kernels(gpus_of(load(RESULT))),
+        "training": lambda: speed.training(speed.newest("training")),
     }
 
 

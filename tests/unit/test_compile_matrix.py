@@ -279,6 +279,27 @@ def test_another_nvrtc_than_is_wanted_is_refused() -> None:
             run_child("python", wanted)
 
 
+def test_the_record_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with failures, but not where it would vouch for other sources."""
+    file, failed, hashes = tmp_path / "record.json", 0, iter("aaaaab")
+    monkeypatch.setattr(compile_matrix, "RESULT", file)
+    monkeypatch.setattr(compile_matrix, "source_sha256", lambda: next(hashes))
+    monkeypatch.setattr(
+        compile_matrix, "run_compiler", lambda *_, fresh: [{"failed": failed}]
+    )
+    for failed in (0, 1):
+        with pytest.raises(SystemExit) as stopped:
+            compile_matrix.main([])
+        assert stopped.value.code == failed
+        record = json.loads(file.read_text(encoding="utf-8"))
+        assert record["rows"] == [{"failed": failed}] * len(COMPILERS)
+        assert record["meta"]["source_sha256"] == "a"
+        file.unlink()
+    with pytest.raises(SystemExit, match="changed meanwhile"):
+        compile_matrix.main([])
+    assert not file.exists()
+
+
 def test_a_row_counts_failures() -> None:
     pytest.importorskip("cupy")
     good, bad = Outcome(elf=True, registers=40, spill_stores=8), Outcome("no such type")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bench import readme
+from bench.compile_matrix import CAPABILITIES, DTYPES
+from cupy_flash import configs
+from cupy_flash.aot import Call
+from cupy_flash.device import hypothetical
+from cupy_flash.problem import Options
 
 PAGE = """# Title
 
@@ -147,13 +152,52 @@ def test_which_gpu_gets_which_kernel() -> None:
             "`simt`",
         ]
     ]
-    for gpu, where in ((gpus[0], "6.1"), (gpus[1], "9.0–12.0")):
-        forward = readme.shapes(readme.plan(gpu, np.dtype(np.float32), 64, "forward"))
-        assert any(
-            row[0].endswith("float32") and row[1] == where and row[4] == forward
-            for row in tiles
-        )
-    assert {row[2] for row in tiles if row[1] == "6.1"} == {"48 KiB"}
+    assert {row[1]: row[2] for row in tiles if row[0].endswith("float32")} == {
+        "6.1": "48 KiB", "9.0–12.0": "99–227 KiB",
+    }  # fmt: skip
+
+
+def test_the_tiles_are_those_of_planning() -> None:
+    """Every GPU, dtype and head size is in one row, which says what planning says."""
+    gpus = [hypothetical(f"sm_{capability}") for capability in CAPABILITIES]
+    sizes = configs.head_dim_buckets()
+    _, rows = tables(readme.kernels(gpus))
+    for gpu, dtype, size in itertools.product(gpus, DTYPES, sizes):
+        own = [
+            row[4:]
+            for row in rows
+            if dtype.name in row[0].split(", ")
+            and covers(row[1], gpu.compute_capability / 10)
+            and size_covers(row[3], size)
+        ]
+        shapes = []
+        for direction in ("forward", "backward"):
+            options = Options(direction)
+            plan = Call(options, dtype, size, size).plan(gpu)
+            tile = plan.steps[-1].spec.tile
+            shapes.append(f"{tile.rows} × {tile.columns}")
+        assert own == [shapes], (gpu.name, dtype.name, size)
+
+
+def covers(ranges: str, number: float) -> bool:
+    ends = [tuple(map(float, part.split("–"))) for part in ranges.split(", ")]
+    return any(end[0] <= number <= end[-1] for end in ends)
+
+
+def size_covers(words: str, size: int) -> bool:
+    if words == "any":
+        return True
+    if words.startswith("up to "):
+        return size <= int(words[6:])
+    return size > int(words[5:]) if words.startswith("over ") else covers(words, size)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [("a", "a"), ("abcd", "a–d"), ("acd", "a, c–d"), ("bd", "b, d"), ("abd", "a–b, d")],
+)
+def test_ranges(chosen: str, words: str) -> None:
+    assert readme.span(chosen, "abcd", str.lower) == words
 
 
 @pytest.mark.parametrize(
