@@ -226,6 +226,11 @@ def test_the_record_is_whole_and_without_failure() -> None:
         check_rows(part, wanted.capabilities)
         assert all(wanted.is_met_by(row["nvrtc"]) for row in part)
     assert not list(rows)
+
+
+@pytest.mark.matrix
+def test_the_record_is_of_these_sources() -> None:
+    record = json.loads(RESULT.read_text(encoding="utf-8"))
     assert record["meta"]["source_sha256"] == source_sha256(), (
         "the sources have changed since; python -m bench.compile_matrix renews it"
     )
