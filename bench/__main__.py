@@ -116,6 +116,12 @@ def run_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="for results, tables and plots (default: bench/results)",
     )
+    add(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="measure what this result file of the workload skipped, and add it there",
+    )
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add("--no-plots", action="store_true", help="for machines without matplotlib")
     add("--list", action="store_true", help="show workloads and implementations")
@@ -150,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selection = Selection(
         options.head_dim, options.seqlen, options.direction, options.dtype
     )
+    if options.resume and (len(names) > 1 or names[0] in MODULES):
+        parser.error("--resume takes one workload that consists of cases")
     try:
         cases = {
             name: () if name in MODULES else selection.cases(name) for name in names
@@ -176,12 +184,21 @@ def run(
                 # What one workload leaves over is shared by those after it.
                 left = (end - time.monotonic()) / (len(cases) - done)
                 deadline = time.monotonic() + left
-                file = ResultFile.new(options.out, name, meta)
+                if options.resume:
+                    file = ResultFile.resume(options.resume, name, meta)
+                    group = file.without_done(group)
+                else:
+                    file = ResultFile.new(options.out, name, meta)
                 if name in MODULES:
                     run_module(name, options.device, file, deadline)
-                else:
+                elif group:
                     run_cases(options, group, timer, file, deadline)
                 finish(file, plots=not options.no_plots)
+    except ValueError as error:
+        if not options.resume or file is not None:
+            raise
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if file is not None:
             finish(file, plots=False)

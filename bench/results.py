@@ -114,6 +114,38 @@ class ResultFile:
             raise ValueError(f"{path} is not a result file: no meta and rows")
         return cls(path, content["meta"], content["rows"])
 
+    @classmethod
+    def resume(cls, path: Path, workload: str, meta: Mapping[str, Any]) -> ResultFile:
+        """Read a file whose run was cut short, without the cases that it skipped.
+
+        Raises
+        ------
+        ValueError
+            If it isn't of this workload, GPU and these sources.
+        """
+        file = cls.load(path)
+        for name, present in (
+            ("workload", workload),
+            ("gpu", meta["gpu"]),
+            ("source_sha256", meta["source_sha256"]),
+        ):
+            if file.meta.get(name) != present:
+                raise ValueError(
+                    f"{path} can't be resumed: its {name} is {file.meta.get(name)}, "
+                    f"not {present}"
+                )
+        skipped = {case_of(row) for row in file.rows if row["status"] == "skipped"}
+        file.rows = [row for row in file.rows if case_of(row) not in skipped]
+        return file
+
+    def without_done(self, cases: Iterable[Case]) -> list[Case]:
+        """Return the cases that have no row yet."""
+        done = {case_of(row) for row in self.rows}
+        identities = (
+            (case, [getattr(case, name) for name in IDENTITY]) for case in cases
+        )
+        return [case for case, identity in identities if tuple(identity) not in done]
+
     def add(self, rows: Iterable[Row]) -> None:
         """Append rows and write the file."""
         self.rows.extend(rows)

@@ -66,6 +66,33 @@ def test_a_small_budget_still_shows_every_case(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} <= {"skipped", "unsupported"}
 
 
+def test_a_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What has times keeps them, what was skipped gets them, in the same file."""
+    arguments = ["cpu", "--out", str(tmp_path), *QUICK, *ONE]
+    assert cli.main([*arguments, "--budget", "20"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    first, *others = (row for row in result["rows"] if row["impl"] == "naive")
+    for row in result["rows"]:
+        if row["causal"] != first["causal"]:
+            row |= {"status": "skipped", "ms": None}
+    path.write_text(json.dumps(result))
+    for _ in range(2):  # the second time nothing is left to do
+        assert cli.main([*arguments, "--budget", "20", "--resume", str(path)]) == 0
+        again = result_of(tmp_path)["rows"]
+        assert len(again) == len(result["rows"])
+        assert first in again
+        assert all(row["status"] != "skipped" for row in again)
+    assert all(row not in again for row in others)
+    capsys.readouterr()
+    result["meta"]["source_sha256"] = "another"
+    path.write_text(json.dumps(result))
+    assert cli.main([*arguments, "--resume", str(path)]) == 1
+    assert "source_sha256 is another" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["cpu", "small", "--resume", str(path), *QUICK])
+
+
 def test_workloads_share_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
