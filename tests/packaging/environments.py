@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _LEFT_BEHIND = shutil.ignore_patterns(
     ".*", "*.egg-info", "__pycache__", "build", "dist", "venv"
 )
-_NEEDED = (".ci", ".gitignore")
+# Names of variables that would bring something of the checkout or of the machine along.
+_KEPT_OUT = ("PYTHON", "PYTEST", "CUPY", "CUDA_PATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True)
@@ -29,42 +32,36 @@ class Environment:
 
     def run(self, *arguments: str, folder: Path | None = None) -> str:
         """Run Python there and return what it prints; fail with all of it."""
+        return self._run([str(self.python), *arguments], folder or self.folder)
+
+    def pip(self, *arguments: str) -> str:
+        """Run pip for this environment; fail with all it says, of the index too."""
+        command = [sys.executable, "-m", "pip", "--python", str(self.python)]
+        return self._run([*command, *arguments], self.folder)
+
+    def _run(self, command: list[str], folder: Path) -> str:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "PYTEST", "CUPY", "VIRTUAL_ENV"))
+            if not name.startswith(_KEPT_OUT)
         }
         environment |= {
             "CUPY_CACHE_DIR": str(self.folder / "cache"),
             "OPENBLAS_NUM_THREADS": "1",
         }
         run = subprocess.run(
-            [self.python, *arguments], cwd=folder or self.folder, env=environment,
+            command, cwd=folder, env=environment,
             capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert run.returncode == 0, (
-            f"{' '.join(arguments)[:300]}: exit code {run.returncode}\n"
+            f"{' '.join(command)[:300]}: exit code {run.returncode}\n"
             f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
         )
-        return run.stdout
-
-    def pip(self, *arguments: str) -> str:
-        """Run pip for this environment and return what it prints."""
-        command = [sys.executable, "-m", "pip", "--python", str(self.python)]
-        run = subprocess.run(
-            [*command, *arguments], cwd=self.folder, capture_output=True, text=True
-        )
-        assert run.returncode == 0, f"{arguments}: {run.stdout}\n{run.stderr}"
         return run.stdout
 
     def install(self, *requirements: str) -> None:
         """Install by pip."""
         self.pip("install", "--quiet", "--no-compile", *requirements)
-
-    def version(self, package: str) -> str:
-        """Return the version of an installed package."""
-        code = "import importlib.metadata, sys; print(importlib.metadata.version("
-        return self.run("-c", f"{code}sys.argv[1]))", package).strip()
 
 
 def make_environment(folder: Path, python: str = sys.executable) -> Environment:
@@ -79,6 +76,8 @@ def make_environment(folder: Path, python: str = sys.executable) -> Environment:
 def working_python(*versions: str) -> str | None:
     """Return the first interpreter of these versions that starts, None without one."""
     for version in versions:
+        if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+            return sys.executable
         found = shutil.which(f"python{version}")
         if found is None:
             continue
@@ -94,21 +93,26 @@ def working_python(*versions: str) -> str | None:
 
 def copy_of_the_tree(folder: Path) -> Path:
     """Copy what belongs to the project, and nothing that was built in its folder."""
+    if not (ROOT / ".git").exists():
+        return shutil.copytree(ROOT, folder, ignore=_LEFT_BEHIND)
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=ROOT, capture_output=True,
+        cwd=ROOT, capture_output=True, check=True,
     )  # fmt: skip
-    if listed.returncode != 0:
-        shutil.copytree(ROOT, folder, ignore=_LEFT_BEHIND)
-        for name in filter(lambda name: (ROOT / name).is_dir(), _NEEDED):
-            shutil.copytree(ROOT / name, folder / name)
-        return folder
-    for name in listed.stdout.decode().split("\0"):
-        source = ROOT / name
-        if name and source.is_file():
+    for name in listed.stdout.decode().rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():  # else removed, but not from git's list
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, folder / name)
+            shutil.copy2(ROOT / name, folder / name)
     return folder
+
+
+def contents(wheel: Path) -> dict[str, str]:
+    """Return the hash of each file in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            name: hashlib.sha256(archive.read(name)).hexdigest()
+            for name in archive.namelist()
+        }
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -118,12 +122,20 @@ def setup_cfg() -> configparser.ConfigParser:
     return parser
 
 
-def requirements(*extras: str) -> list[str]:
-    """Return what the package requires with some extras, as setup.cfg says it."""
-    parser = setup_cfg()
-    texts = [parser["options"]["install_requires"]]
-    texts += [parser["options.extras_require"][extra] for extra in extras]
-    return [line.strip() for text in texts for line in text.splitlines() if line]
+def requirements() -> list[str]:
+    """Return what the package requires, as setup.cfg says it."""
+    return setup_cfg()["options"]["install_requires"].split()
+
+
+def extra(name: str) -> list[str]:
+    """Return what an extra adds to that."""
+    return setup_cfg()["options.extras_require"][name].split()
+
+
+def build_requirements() -> list[str]:
+    """Return what pyproject.toml says that a build needs."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return re.findall(r'"([^"]+)"', re.search(r"requires = \[(.*?)\]", text, re.S)[1])
 
 
 def lowest(wanted: Sequence[str]) -> list[str]:

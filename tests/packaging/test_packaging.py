@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email.message
 import email.parser
-import hashlib
 import zipfile
 from pathlib import Path
 
@@ -13,8 +12,10 @@ import pytest
 import cupy_flash
 
 from .environments import (
-    ROOT,
     Environment,
+    contents,
+    extra,
+    lowest,
     make_environment,
     named_pythons,
     oldest_python,
@@ -87,14 +88,17 @@ def test_the_command_line_works(installed: tuple[str, Environment]) -> None:
     _, environment = installed
     command = ("-m", "cupy_flash")
     assert environment.run(*command, "--version").strip() == cupy_flash.__version__
-    assert "sm_86" in environment.run(*command, "explain", "--arch", "sm_86")
+    assert "sm_90" in environment.run(*command, "explain", "--arch", "sm_90")
     assert "CUDA sources" in environment.run(*command, "info")
 
 
-def test_cuda_12(built: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["lowest", "newest"])
+def test_cuda_12(built: dict[str, Path], tmp_path: Path, which: str) -> None:
     """The other extra, which GPUs need that CUDA 13 has given up."""
     environment = make_environment(tmp_path)
-    environment.install(f"cupy-flash[cuda12] @ {built['wheel'].as_uri()}")
+    package = f"cupy-flash[cuda12] @ {built['wheel'].as_uri()}"
+    pins = lowest(extra("cuda12")) if which == "lowest" else []
+    environment.install(package, *pins)
     assert "No broken requirements" in environment.pip("check")
     old_gpu = CHECK.replace("sm_90", "sm_61").replace("spec, 90", "spec, 61")
     assert old_gpu != CHECK
@@ -102,15 +106,6 @@ def test_cuda_12(built: dict[str, Path], tmp_path: Path) -> None:
 
 
 # --- The files ------------------------------------------------------------------------
-
-
-def contents(wheel: Path) -> dict[str, str]:
-    """Return the hash of each file in a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        return {
-            name: hashlib.sha256(archive.read(name)).hexdigest()
-            for name in archive.namelist()
-        }
 
 
 def test_the_sdist_holds_all_that_the_wheel_needs(built: dict[str, Path]) -> None:
@@ -122,12 +117,14 @@ def test_the_wheel_is_small_and_pure(built: dict[str, Path]) -> None:
     assert built["wheel"].stat().st_size < 2**20
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(
+    built: dict[str, Path], tree: Path
+) -> None:
     names = {n for n in contents(built["wheel"]) if ".dist-info/" not in n}
     expected = {"cupy_flash/py.typed"}
     for folder, pattern in (("cupy_flash", "*.py"), ("cuda_src", "*.cuh")):
-        for path in (ROOT / folder).rglob(pattern):
-            name = path.relative_to(ROOT).as_posix()
+        for path in (tree / folder).rglob(pattern):
+            name = path.relative_to(tree).as_posix()
             expected.add(name if folder == "cupy_flash" else f"cupy_flash/{name}")
     assert len(expected) > 30
     assert names == expected
