@@ -40,8 +40,10 @@ def draw(meta: Meta, rows: Sequence[Row], stem: Path) -> list[Path]:
             for name, figure in figures(meta, workload, group):
                 for suffix in ("png", "svg"):
                     path = stem.with_name(f"{stem.name}-{name}.{suffix}")
-                    date = {"Date": None} if suffix == "svg" else None
-                    figure.savefig(path, bbox_inches="tight", metadata=date)
+                    # Nothing that differs from run to run or that nobody reads.
+                    names = ("Date", "Creator", "Format", "Type")
+                    metadata = dict.fromkeys(names) if suffix == "svg" else None
+                    figure.savefig(path, bbox_inches="tight", metadata=metadata)
                     written.append(path)
     return written
 
