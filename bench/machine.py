@@ -181,7 +181,7 @@ def gemm_tflops(device: str, dtype: str) -> float | None:
         product = _torch_product(size, dtype) or _cupy_product(size, dtype)
         if product is None:
             return None
-        ms = _median_ms(product, _device_ms)
+        ms = _median_ms(product, device_ms)
     return 2 * size**3 / ms / 1e9
 
 
@@ -236,12 +236,12 @@ def copy_tbps(device: str) -> float:
     def copy() -> None:
         target.data.copy_from_device_async(source.data, size)
 
-    return 2 * size / _median_ms(copy, _device_ms) / 1e9
+    return 2 * size / _median_ms(copy, device_ms) / 1e9
 
 
 def _median_ms(call: Callable[[], Any], measure: Callable[..., float]) -> float:
     # An idle GPU takes a while to raise its clocks.
-    warm = time.perf_counter() + (WARM_S if measure is _device_ms else 0.0)
+    warm = time.perf_counter() + (WARM_S if measure is device_ms else 0.0)
     measure(call)
     while time.perf_counter() < warm:
         measure(call)
@@ -254,7 +254,7 @@ def _host_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _device_ms(call: Callable[[], Any]) -> float:
+def device_ms(call: Callable[[], Any]) -> float:
     """Time a call on the device; it takes much longer than queueing it."""
     import cupy
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import gc
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from cupy_flash.demo import traced_peak
 
 from .peers import CuPyFlash, Jax, Peer, Unsupported, all_peers, make_inputs
 from .peers.base import module, why_not_importable
@@ -136,16 +137,6 @@ def allocated(peer: Peer, case: Case, device: str) -> int:
         return result
 
     return device_peak(call)
-
-
-def traced_peak(call: Callable[[], Any]) -> int:
-    """Return the most bytes that a call holds in Python's allocators."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def device_peak(call: Callable[[], Any]) -> int:

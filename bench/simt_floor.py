@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_flash
 
-from .machine import ROOT, describe_machine, source_sha256
+from .machine import ROOT, describe_machine, device_ms, source_sha256
 
 ROUNDS = 12
 FIRST_CALL = """
@@ -45,22 +45,12 @@ print(time.perf_counter() - start)
 """
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Time one call on the device."""
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return cupy.cuda.get_elapsed_time(start, end)
-
-
 def alternate(ours: Callable[[], Any], peer: Callable[[], Any]) -> dict[str, float]:
     """Time two calls turn by turn; return the medians and that of the ratios."""
     for _ in range(2):
         ours()
         peer()
-    pairs = [(milliseconds(ours), milliseconds(peer)) for _ in range(ROUNDS)]
+    pairs = [(device_ms(ours), device_ms(peer)) for _ in range(ROUNDS)]
     return {
         "ms": statistics.median(a for a, _ in pairs),
         "peer_ms": statistics.median(b for _, b in pairs),

@@ -58,6 +58,16 @@ class Measurement:
     error: float
 
 
+def traced_peak(call: Callable[[], Any]) -> int:
+    """Return the most bytes that a call holds in Python's allocators."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 class Host:
     """NumPy on the CPU."""
 
@@ -74,12 +84,7 @@ class Host:
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
         """Return what a call has allocated at its peak."""
-        tracemalloc.start()
-        try:
-            call()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        return traced_peak(call)
 
 
 class Gpu:
