@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,8 @@ def run_parser() -> argparse.ArgumentParser:
         "--resume",
         type=Path,
         metavar="FILE",
-        help="measure what this result file of the workload skipped, and add it there",
+        help="measure what this result file of a workload has no time for yet, and "
+        "add it there",
     )
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add("--no-plots", action="store_true", help="for machines without matplotlib")
@@ -146,18 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.device = options.device or ("cpu" if no_cuda() else "cuda")
     if options.device == "cuda" and (reason := no_cuda()):
         parser.error(f"--device cuda: {reason}")
-    known = [peer.name for peer in all_peers(options.device)]
+    names = options.workload or [DEFAULT[options.device]]
+    known = known_impls(names, options.device)
     if unknown := [name for name in options.only if name not in known]:
         parser.error(f"--only {','.join(unknown)} unknown; known: {', '.join(known)}")
     if options.list:
         show_list(options.device)
         return 0
-    names = options.workload or [DEFAULT[options.device]]
     selection = Selection(
         options.head_dim, options.seqlen, options.direction, options.dtype
     )
-    if options.resume and (len(names) > 1 or names[0] in MODULES):
-        parser.error("--resume takes one workload that consists of cases")
+    if options.resume and len(names) > 1:
+        parser.error("--resume takes one workload")
     try:
         cases = {
             name: () if name in MODULES else selection.cases(name) for name in names
@@ -190,7 +192,7 @@ def run(
                 else:
                     file = ResultFile.new(options.out, name, meta)
                 if name in MODULES:
-                    run_module(name, options.device, file, deadline)
+                    run_module(name, options, file, deadline)
                 elif group:
                     run_cases(options, group, timer, file, deadline)
                 finish(file, plots=not options.no_plots)
@@ -244,12 +246,28 @@ def contestants(device: str, only: Sequence[str], case: Case) -> list[Peer]:
     return peers
 
 
-def run_module(name: str, device: str, file: ResultFile, deadline: float) -> None:
+def run_module(
+    name: str, options: argparse.Namespace, file: ResultFile, deadline: float
+) -> None:
     """Run a workload that measures by itself; its rows come all at once."""
-    module = importlib.import_module(f".{name}", __package__)
     log = Lines(sys.stderr).done
     left = max(0.0, deadline - time.monotonic())
-    file.add(module.rows(left, log, device))
+    wanted = file.wanted(options.only)
+    if rows := module_of(name).rows(left, log, options.device, wanted):
+        file.add(rows)
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of a workload that measures by itself."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def known_impls(workloads: Sequence[str], device: str) -> list[str]:
+    """Return the names of what some workloads measure."""
+    modules = [module_of(name) for name in workloads if name in MODULES]
+    found = [peer.name for peer in all_peers(device)]
+    found += [impl for module in modules for impl in module.implementations(device)]
+    return list(dict.fromkeys(found))
 
 
 def finish(file: ResultFile, plots: bool) -> None:

@@ -18,7 +18,7 @@ from .gpt import Attention, Gpt, Size, fused_attention, initial_weights
 from .memory import reason_of
 from .peers import DTYPES, naive
 from .peers.base import as_torch, module, no_cuda, on_host, quiet, why_not_importable
-from .results import Row, new_row
+from .results import EVERYTHING, TIME_IS_UP, Row, Wanted, new_row
 from .workloads import Case
 
 SIZES = {
@@ -98,8 +98,16 @@ class Contestant:
         self.ms.setdefault(direction, []).append(passed)
 
 
+def implementations(device: str) -> tuple[str, ...]:
+    """Return the names of what is measured."""
+    return tuple(makers(device))
+
+
 def rows(
-    budget_s: float, log: Callable[[str], None], device: str = "cuda"
+    budget_s: float,
+    log: Callable[[str], None],
+    device: str = "cuda",
+    wanted: Wanted = EVERYTHING,
 ) -> list[Row]:
     """Time training steps and generation, all implementations in turn.
 
@@ -109,13 +117,25 @@ def rows(
     log : callable
         Takes a line for each row.
     device : {"cuda", "cpu"}
+    wanted : Wanted
+        A dtype of which any row is wanted is measured as a whole, since all
+        implementations are timed in turn.
     """
     start = time.monotonic()
+    size = SIZES[device]
     found: list[Row] = []
-    dtypes = NARROW[device]
+    dtypes = [
+        dtype
+        for dtype in NARROW[device]
+        if any(
+            wanted(case_of(size, dtype, direction), name)
+            for name in implementations(device)
+            for direction in DIRECTIONS
+        )
+    ]
     for n, dtype in enumerate(dtypes, 1):
         end = start + budget_s * n / len(dtypes)
-        new = compare(device, SIZES[device], dtype, end)
+        new = compare(device, size, dtype, end, wanted)
         for row in new:
             text = row["why"]
             if row["status"] == "ok":
@@ -127,14 +147,18 @@ def rows(
     return found
 
 
-def compare(device: str, size: Size, dtype: str, end: float) -> list[Row]:
+def compare(
+    device: str, size: Size, dtype: str, end: float, wanted: Wanted = EVERYTHING
+) -> list[Row]:
     """Return the rows of one dtype; `end` is by `time.monotonic`."""
     contestants: list[Contestant] = []
     found: list[Row] = []
     for name, make in makers(device).items():
+        if not wanted.named(name):
+            continue
         reason = why_not(name, device)
         if reason is None and time.monotonic() > end:
-            found += refused(size, dtype, name, "skipped", "the time is used up")
+            found += refused(size, dtype, name, "skipped", TIME_IS_UP)
         elif reason is not None:
             found += refused(size, dtype, name, "unsupported", reason)
         else:

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from .machine import ROOT
-from .results import Row, new_row
-from .workloads import square
+from .results import EVERYTHING, NO_RESULT, TIME_IS_UP, Row, Wanted, new_row
+from .workloads import Case, square
 
 IMPLEMENTATIONS = {
     "cuda": ("cupy_flash", "fa2", "cudnn", "flex", "fa4", "jax"),
     "cpu": ("cupy_flash",),
 }
 CACHES = ("cold", "warm")
+DIRECTIONS = ("forward", "backward")
 REPEATS = 3
 TIMEOUT_S = 300.0
 SHAPE = (1, 128, 4, 128)
@@ -71,8 +72,16 @@ class Steps:
     sync: Callable[[], Any]
 
 
+def implementations(device: str) -> tuple[str, ...]:
+    """Return the names of what is measured."""
+    return IMPLEMENTATIONS[device]
+
+
 def rows(
-    budget_s: float, log: Callable[[str], None], device: str = "cuda"
+    budget_s: float,
+    log: Callable[[str], None],
+    device: str = "cuda",
+    wanted: Wanted = EVERYTHING,
 ) -> list[Row]:
     """Time every implementation, cold and then warm, `REPEATS` times.
 
@@ -83,10 +92,18 @@ def rows(
     log : callable
         Takes a line for each implementation.
     device : {"cuda", "cpu"}
+    wanted : Wanted
+        An implementation of which any row is wanted is timed as a whole.
     """
     end = time.monotonic() + budget_s
     found: list[Row] = []
-    for impl in IMPLEMENTATIONS[device]:
+    for impl in implementations(device):
+        if not any(
+            wanted(case_of(direction), f"{impl} ({cache})")
+            for direction in DIRECTIONS
+            for cache in CACHES
+        ):
+            continue
         new = measure(impl, device, run_child, end)
         found += new
         for row in new:
@@ -120,30 +137,35 @@ def measure(
                     left = end - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
-                    times[cache].append(
-                        run(impl, device, Path(folder), min(left, TIMEOUT_S))
-                    )
+                    limit = min(left, TIMEOUT_S)
+                    times[cache].append(run(impl, device, Path(folder), limit))
     except TimeoutError:
-        status, why = "skipped", "the time is used up"
+        status, why = "skipped", TIME_IS_UP
     except subprocess.TimeoutExpired as error:
-        status, why = "failed", f"no result after {error.timeout:.0f} s"
+        status, why = "failed", f"{NO_RESULT} {error.timeout:.0f} s"
+        # The end of the time is no fault of the implementation's.
+        if limit < TIMEOUT_S:
+            status, why = "skipped", TIME_IS_UP
     except RuntimeError as error:
         status, why = "failed", str(error)
     return [
         make_row(f"{impl} ({cache})", direction, times[cache], status, why)
         for cache in CACHES
-        for direction in ("forward", "backward")
+        for direction in DIRECTIONS
     ]
+
+
+def case_of(direction: str) -> Case:
+    """Return what is computed."""
+    batch, seqlen, heads, head_dim = SHAPE
+    return square("first_call", DTYPE, batch, seqlen, heads, head_dim, True, direction)
 
 
 def make_row(
     impl: str, direction: str, times: list[Times], status: str, why: str
 ) -> Row:
     """Return the row of the medians; one time is enough, and then the row is ok."""
-    batch, seqlen, heads, head_dim = SHAPE
-    case = square(
-        "first_call", DTYPE, batch, seqlen, heads, head_dim, True, direction
-    )  # fmt: skip
+    case = case_of(direction)
     if not times:
         return new_row(case, impl, status, why) | {"import_ms": None}
     seconds = [one[direction] for one in times]

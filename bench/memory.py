@@ -19,7 +19,7 @@ from cupy_flash.demo import traced_peak
 
 from .peers import CuPyFlash, Jax, Peer, Unsupported, all_peers, make_inputs
 from .peers.base import module, why_not_importable
-from .results import Row, new_row
+from .results import EVERYTHING, TIME_IS_UP, Row, Wanted, new_row
 from .workloads import DIRECTIONS, ITEMSIZE, Case, square
 
 SEQLENS = {
@@ -30,8 +30,16 @@ HEADS = {"cuda": 16, "cpu": 2}
 HEAD_DIM = 64
 
 
+def implementations(device: str) -> tuple[str, ...]:
+    """Return the names of what is measured."""
+    return tuple(peer.name for peer in all_peers(device))
+
+
 def rows(
-    budget_s: float, log: Callable[[str], None], device: str = "cuda"
+    budget_s: float,
+    log: Callable[[str], None],
+    device: str = "cuda",
+    wanted: Wanted = EVERYTHING,
 ) -> list[Row]:
     """Measure every implementation, the short sequences first.
 
@@ -42,6 +50,8 @@ def rows(
     log : callable
         Takes a line for each row.
     device : {"cuda", "cpu"}
+    wanted : Wanted
+        Each row is measured by itself.
     """
     end = time.monotonic() + budget_s
     peers = all_peers(device)
@@ -50,8 +60,10 @@ def rows(
         for peer in peers:
             if case.dtype == "float32" and device == "cuda" and not is_ours(peer):
                 continue
+            if not wanted(case, peer.name):
+                continue
             if time.monotonic() > end:
-                row = new_row(case, peer.name, "skipped", "the time is used up")
+                row = new_row(case, peer.name, "skipped", TIME_IS_UP)
                 row |= {"bytes": None} | formula(case)
             else:
                 row = measure(peer, case, device)

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from .results import OURS, Row
-from .tables import is_ours
+from .results import OURS, Row, is_ours
 from .workloads import Case
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -244,8 +245,13 @@ def parts() -> dict[str, Callable[[], str]]:
     return {
         "compile-matrix": lambda: compile_matrix(load(RESULT)),
         "kernels": lambda: kernels(gpus_of(load(RESULT))),
-        "training": lambda: speed.training(speed.newest("training")),
+        **{name: functools.partial(of_speed, name) for name in speed.PARTS},
     }
+
+
+def of_speed(workload: str) -> str:
+    """Return what the newest result of a workload says."""
+    return speed.PARTS[workload](speed.newest(workload))
 
 
 def load(path: Path) -> Any:

@@ -25,6 +25,12 @@ IDENTITY = (
 FIGURES = ("ms", "ms_spread", "tflops", "tbps", "error", "ratio", "host_us", "rounds")
 OURS = "cupy_flash"
 
+# Workloads in which each implementation is measured by itself, not in turn.
+ALONE = ("first_call", "memory")
+# How the reason begins where a process was stopped.
+NO_RESULT = "no result after"
+TIME_IS_UP = "the time is used up"
+
 Row = dict[str, Any]
 
 
@@ -65,6 +71,49 @@ def case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in IDENTITY)
 
 
+def identity(case: Case) -> tuple[Any, ...]:
+    """Return `case_of` of a case's rows."""
+    return tuple(getattr(case, name) for name in IDENTITY)
+
+
+def is_ours(impl: str) -> bool:
+    """Tell whether a name is of this library, chosen or forced."""
+    return impl.partition(":")[0].partition(" ")[0] == OURS
+
+
+def unfinished(row: Row) -> bool:
+    """Whether a row only says that the time didn't suffice."""
+    stopped = row["status"] == "failed" and row["why"].startswith(NO_RESULT)
+    return row["status"] == "skipped" or (row["workload"] == "first_call" and stopped)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured: all that isn't done, of these implementations.
+
+    Attributes
+    ----------
+    only : tuple of str
+        If not empty, only these implementations and this library.
+    done : set
+        Cases and implementations that have a row already.
+    """
+
+    only: tuple[str, ...] = ()
+    done: frozenset[tuple[Any, str]] = frozenset()
+
+    def named(self, impl: str) -> bool:
+        """Whether an implementation is to be measured at all."""
+        return not self.only or impl.partition(" ")[0] in (OURS, *self.only)
+
+    def __call__(self, case: Case, impl: str) -> bool:
+        """Whether the row of an implementation in a case is wanted."""
+        return self.named(impl) and (identity(case), impl) not in self.done
+
+
+EVERYTHING = Wanted()
+
+
 def label_of(row: Mapping[str, Any]) -> str:
     """Describe a row's case in one line."""
     if row.get("head_dim") is None:
@@ -86,11 +135,21 @@ def now() -> datetime.datetime:
 
 @dataclass
 class ResultFile:
-    """A result file that is complete on disk after every `add`."""
+    """A result file that is complete on disk after every `add`.
+
+    Attributes
+    ----------
+    path : Path
+    meta : dict
+    rows : list of Row
+    addition : dict, optional
+        What `meta` will say of this run, once it adds to an earlier one's rows.
+    """
 
     path: Path
     meta: dict[str, Any]
     rows: list[Row]
+    addition: dict[str, Any] | None = None
 
     @classmethod
     def new(cls, folder: Path, workload: str, meta: Mapping[str, Any]) -> ResultFile:
@@ -116,39 +175,63 @@ class ResultFile:
 
     @classmethod
     def resume(cls, path: Path, workload: str, meta: Mapping[str, Any]) -> ResultFile:
-        """Read a file whose run was cut short, without the cases that it skipped.
+        """Read a file whose run was cut short.
 
         Raises
         ------
         ValueError
-            If it isn't of this workload, GPU and these sources.
+            If it isn't of this workload and GPU, or not of these sources; where each
+            implementation is measured by itself, sources matter only if this library
+            has something left to measure.
         """
         file = cls.load(path)
-        for name, present in (
-            ("workload", workload),
-            ("gpu", meta["gpu"]),
-            ("source_sha256", meta["source_sha256"]),
-        ):
+        same = {"workload": workload, "gpu": meta["gpu"]}
+        left = {row["impl"] for row in file.rows if unfinished(row)}
+        if workload not in ALONE or any(map(is_ours, left)):
+            same["source_sha256"] = meta["source_sha256"]
+        for name, present in same.items():
             if file.meta.get(name) != present:
                 raise ValueError(
                     f"{path} can't be resumed: its {name} is {file.meta.get(name)}, "
                     f"not {present}"
                 )
-        skipped = {case_of(row) for row in file.rows if row["status"] == "skipped"}
-        file.rows = [row for row in file.rows if case_of(row) not in skipped]
+        file.addition = {
+            "command": meta.get("command"), "commit": meta.get("commit"),
+            "source_sha256": meta["source_sha256"], "date": now().isoformat(),
+        }  # fmt: skip
         return file
 
     def without_done(self, cases: Iterable[Case]) -> list[Case]:
-        """Return the cases that have no row yet."""
+        """Return the cases that have no row yet, or one that is unfinished."""
         done = {case_of(row) for row in self.rows}
-        identities = (
-            (case, [getattr(case, name) for name in IDENTITY]) for case in cases
-        )
-        return [case for case, identity in identities if tuple(identity) not in done]
+        done -= {case_of(row) for row in self.rows if unfinished(row)}
+        return [case for case in cases if identity(case) not in done]
+
+    def wanted(self, only: Sequence[str] = ()) -> Wanted:
+        """Return what is left to measure of all or some implementations."""
+        done = {(case_of(r), r["impl"]) for r in self.rows if not unfinished(r)}
+        return Wanted(tuple(only), frozenset(done))
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append rows and write the file."""
-        self.rows.extend(rows)
+        """Add rows, in the place of those that they renew, and write the file.
+
+        The rows of a case that were timed in turn go together: what an earlier run
+        measured there is dropped, even if this one has nothing for it.
+        """
+        new = {(case_of(row), row["impl"]): row for row in rows}
+        together = self.meta.get("workload") not in ALONE
+        cases = {case for case, _ in new} if together else set()
+        kept = []
+        for row in self.rows:
+            key = (case_of(row), row["impl"])
+            if key in new:
+                kept.append(new.pop(key))
+            elif key[0] not in cases or unfinished(row):
+                kept.append(row)
+        self.rows = [*kept, *new.values()]
+        if self.addition is not None:
+            self.meta.setdefault("resumed", []).append(self.addition)
+            self.addition = None
         self.save()
 
     def save(self) -> None:

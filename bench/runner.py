@@ -16,6 +16,8 @@ from .workloads import Case
 
 # Cases whose figures include how long a call keeps the host busy.
 HOST_WORKLOADS = ("small",)
+# As many of the nearest cases say how long one will take.
+NEIGHBOURS = 3
 OUT_OF_TIME = "the time budget was spent"
 
 
@@ -127,17 +129,19 @@ class Runner:
         return rows
 
     def _expected_seconds(self, case: Case) -> float:
-        """Guess from the nearest case so far how long this one will take.
+        """Guess from the nearest cases so far how long this one will take.
 
         Much of a case's time doesn't grow with its size: preparing, and the rounds.
+        What is done only once, as importing, makes a case seem longer than others like
+        it will be, and nothing makes it seem shorter: so the least counts.
         """
-        if not self._spent:
-            return 0.0
         work = math.log(case.flops)
-        flops, seconds = min(
-            self._spent, key=lambda entry: abs(math.log(entry[0]) - work)
+        near = sorted(self._spent, key=lambda entry: abs(math.log(entry[0]) - work))
+        guesses = (
+            seconds * math.sqrt(max(1.0, case.flops / flops))
+            for flops, seconds in near[:NEIGHBOURS]
         )
-        return seconds * math.sqrt(max(1.0, case.flops / flops))
+        return min(guesses, default=0.0)
 
     def _skipped(self, case: Case) -> list[Row]:
         rows = []

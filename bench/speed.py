@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from .results import FOLDER, OURS, ResultFile, Row
+from .results import FOLDER, OURS, ResultFile, Row, case_of
+from .tables import grouped, number
+from .workloads import DIRECTIONS
 
 # The sequence length that the table shows; the plots show all.
 SEQLEN = 4096
@@ -41,68 +44,229 @@ def newest(workload: str, folder: Path = FOLDER) -> ResultFile:
 
 def training(file: ResultFile) -> str:
     """Return table and plots of the training grid."""
-    shown = [row for row in file.rows if row["seqlen"] == SEQLEN]
-    impls = [
-        OURS,
-        *(p for p in PEERS if any(is_ok(r) and r["impl"] == p for r in shown)),
+    passes = ("forward", "backward")
+    shown = [
+        row
+        for row in file.rows
+        if row["seqlen"] == SEQLEN and row["direction"] in passes
     ]
+    impls = timed_impls(shown)
     tokens = {row["batch"] * row["seqlen"] for row in shown}
-    lines = [("pass", "D", "mask", *impls), ("---",) * 3 + ("---:",) * len(impls)]
-    lines += [(*case, *speeds(shown, case, impls)) for case in cases(shown)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    meta = file.meta
     return "\n\n".join(
         (
-            f"TFLOP/s on an {meta['gpu']}, bfloat16, {min(tokens)} tokens in sequences "
-            f"of {SEQLEN}, 2048 channels\nin heads of D; time on the device, all in "
-            f"turn in one process, each checked against float64 first\n"
-            f"([{file.path.name}]({link(file.path)}), measured GEMM "
-            f"{meta['gemm_tflops']:.0f}):",
-            table,
+            f"TFLOP/s on an {file.meta['gpu']}, bfloat16, {min(tokens)} tokens in "
+            f"sequences of {SEQLEN}, 2048 channels\nin heads of D; time on the "
+            "device, all in turn in one process, each checked against float64 first.\n"
+            "Counted are 4·B·H·S²·D operations forward, half of them if causal, and "
+            "2.5 times as many backward\n"
+            f"({source(file)}, measured GEMM {file.meta['gemm_tflops']:.0f}):",
+            grid(shown, impls, {"D": head_dim, "mask": mask}, tflops),
             "; ".join(f"{name}: {PEERS[name]}" for name in impls if name in PEERS)
-            + ".",
-            *plots(file),
+            + ".\n–: not supported, failed, or left out for time; the result file "
+            "says which.",
+            *pictures(file, *(f"speed-{name}-bfloat16" for name in passes)),
         )
     )
 
 
+def precise(file: ResultFile) -> str:
+    """Return the table of float32 or float64."""
+    dtype = file.rows[0]["dtype"]
+    gemm = file.meta["gemm_tflops_by_dtype"][dtype]
+    columns = {"D": head_dim, "mask": mask, "B × S × H": shape}
+    return (
+        f"{dtype} on an {file.meta['gpu']}, TFLOP/s, counted and timed in the same "
+        f"way\n({source(file)}, measured GEMM {gemm:.1f}):\n\n"
+        + grid(file.rows, timed_impls(file.rows), columns, tflops)
+    )
+
+
+def small(file: ResultFile) -> str:
+    """Return the table of calls that are so small that the host's part counts."""
+    columns = {"D": head_dim, "B × S × H": shape}
+    return (
+        f"Small causal calls in {file.rows[0]['dtype']} on an {file.meta['gpu']}, "
+        "µs on the device / µs that a call keeps the host busy\n"
+        f"({source(file)}):\n\n"
+        + grid(file.rows, timed_impls(file.rows), columns, device_and_host)
+    )
+
+
+def memory(file: ResultFile) -> str:
+    """Return the table of peak memory at the longest sequence, and its plot."""
+    rows = [row for row in file.rows if row["dtype"] == "bfloat16"]
+    seqlen = longest(rows)
+    rows = [row for row in rows if row["seqlen"] == seqlen]
+    impls = timed_impls(rows)
+    first = rows[0]
+    lines = []
+    for direction in DIRECTIONS:
+        group = [row for row in rows if row["direction"] == direction]
+        found = {row["impl"]: row["bytes"] for row in group if is_ok(row)}
+        sizes = [*map(found.get, impls), group[0]["needed_bytes"]]
+        sizes.append(group[0]["square_bytes"])
+        lines.append((direction, *(number(size and size / 2**20) for size in sizes)))
+    return "\n\n".join(
+        (
+            f"Peak memory on an {file.meta['gpu']} in MiB above the inputs, "
+            f"{first['dtype']}, batch {first['batch']}, {first['heads']} heads of "
+            f"{first['head_dim']}, sequences of {seqlen}:\nwhat the allocators of "
+            "CuPy and PyTorch hand out during a pass, and what JAX says of its own. "
+            "Needed are\nthe results, the log-sum-exp and one number a row "
+            f"({source(file)}):",
+            table(("pass", *impls, "needed", "S × S arrays"), 1, lines),
+            *pictures(file, "peak-bfloat16"),
+        )
+    )
+
+
+def first_call(file: ResultFile) -> str:
+    """Return the table of times to the first result, and its plot."""
+    done = [row for row in file.rows if is_ok(row)]
+    names = dict.fromkeys(row["impl"].partition(" ")[0] for row in done)
+    most = max(row["rounds"] for row in done)
+    found = {
+        (row["impl"], row["direction"]): number(row["ms"])
+        + ("" if row["rounds"] == most else f" ({row['rounds']})")
+        for row in done
+    }
+    kinds = [(d, c) for d in ("forward", "backward") for c in ("cold", "warm")]
+    lines = [
+        (name, *(found.get((f"{name} ({cache})", way), "–") for way, cache in kinds))
+        for name in ordered(names)
+    ]
+    first = done[0]
+    fewer = " A number in brackets: of so many only." if any_fewer(done, most) else ""
+    return "\n\n".join(
+        (
+            f"Milliseconds to the first results on an {file.meta['gpu']}, "
+            f"{first['dtype']}, D{first['head_dim']} {shape(first)}, causal, in a "
+            "fresh\nprocess whose array library has started: from the import to the "
+            "end of the first forward, and\nof the first backward after it; cold "
+            "with empty kernel caches, warm with those of the cold process,\n"
+            f"medians of {most} processes.{fewer} ({source(file)})",
+            table(("", *(" ".join(kind) for kind in kinds)), 1, lines),
+            *pictures(file, "bars"),
+        )
+    )
+
+
+PARTS: dict[str, Callable[[ResultFile], str]] = {
+    "training": training, "fp32": precise, "fp64": precise, "small": small,
+    "memory": memory, "first_call": first_call,
+}  # fmt: skip
+
+
+# --- Rows -----------------------------------------------------------------------------
+
+
 def is_ok(row: Row) -> bool:
-    """Whether a row has a time."""
+    """Whether a row has a result."""
     return row["status"] == "ok"
 
 
-def cases(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return pass, head size and mask of what was measured of this library."""
-    ours = [row for row in rows if is_ok(row) and row["impl"] == OURS]
-    ordered = sorted(
-        ours,
-        key=lambda r: (r["direction"] != "forward", r["head_dim"], r["causal"]),
-    )
-    return list(dict.fromkeys(map(case_of, ordered)))
+def any_fewer(rows: Iterable[Row], most: int) -> bool:
+    """Whether a row is of fewer processes than others."""
+    return any(row["rounds"] < most for row in rows)
 
 
-def case_of(row: Row) -> tuple[str, str, str]:
-    """Return pass, head size and mask of a row as text."""
-    mask = "causal" if row["causal"] else "full"
-    return row["direction"], str(row["head_dim"]), mask
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return this library and the peers that README.md knows in its order."""
+    names = set(names)
+    return [name for name in (OURS, *PEERS) if name in names or name == OURS]
 
 
-def speeds(
-    rows: Sequence[Row], case: tuple[str, str, str], impls: Sequence[str]
-) -> list[str]:
-    """Return the TFLOP/s of some implementations in a case; a dash without a time."""
-    found = {
-        row["impl"]: f"{row['tflops']:.{0 if row['tflops'] >= 100 else 1}f}"
-        for row in rows
-        if is_ok(row) and case_of(row) == case
-    }
-    return [found.get(impl, "–") for impl in impls]
+def timed_impls(rows: Iterable[Row]) -> list[str]:
+    """Return the implementations with a result, ours always and first."""
+    return ordered(row["impl"] for row in rows if is_ok(row))
 
 
-def plots(file: ResultFile) -> list[str]:
-    """Return the pictures that lie beside a result file."""
-    found = sorted(file.path.parent.glob(f"{file.path.stem}-speed-*.svg"), reverse=True)
-    return [f"![{path.stem.partition('-speed-')[2]}]({link(path)})" for path in found]
+def longest(rows: Sequence[Row]) -> int:
+    """Return the longest sequence at which this library has a result in each pass."""
+    passes: dict[int, set[str]] = {}
+    for row in rows:
+        if is_ok(row) and row["impl"] == OURS:
+            passes.setdefault(row["seqlen"], set()).add(row["direction"])
+    return max(seqlen for seqlen, found in passes.items() if found >= {*DIRECTIONS})
+
+
+def head_dim(row: Row) -> str:
+    """Return the head size as text."""
+    return str(row["head_dim"])
+
+
+def mask(row: Row) -> str:
+    """Return the mask in words."""
+    return "causal" if row["causal"] else "full"
+
+
+def shape(row: Row) -> str:
+    """Return batch, sequence length and heads."""
+    return f"{row['batch']} × {row['seqlen']} × {row['heads']}"
+
+
+def tflops(row: Row) -> str:
+    """Return the speed as text."""
+    return f"{row['tflops']:.{0 if row['tflops'] >= 100 else 1}f}"
+
+
+def device_and_host(row: Row) -> str:
+    """Return the two times of a call in microseconds."""
+    return f"{number(row['ms'] * 1e3)} / {number(row['host_us'])}"
+
+
+# --- Tables and links -----------------------------------------------------------------
+
+
+def grid(
+    rows: Sequence[Row],
+    impls: Sequence[str],
+    columns: dict[str, Callable[[Row], str]],
+    cell: Callable[[Row], str],
+) -> str:
+    """Return a line for each case with a result, a column for each implementation."""
+    cases = [
+        group
+        for group in grouped(rows, case_of).values()
+        if any(is_ok(row) and row["impl"] in impls for row in group)
+    ]
+    cases.sort(key=lambda group: order(group[0]))
+    lines = []
+    for group in cases:
+        found = {row["impl"]: cell(row) for row in group if is_ok(row)}
+        described = (describe(group[0]) for describe in columns.values())
+        lines.append(
+            (group[0]["direction"], *described, *(found.get(i, "–") for i in impls))
+        )
+    return table(("pass", *columns, *impls), 1 + len(columns), lines)
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    """Return what the lines of a table are sorted by."""
+    size = row["batch"] * row["seqlen"]
+    return DIRECTIONS.index(row["direction"]), row["head_dim"], row["causal"], size
+
+
+def table(head: Sequence[str], words: int, lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table whose columns after the first ones are figures."""
+    rule = ("---",) * words + ("---:",) * (len(head) - words)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
+
+
+def source(file: ResultFile) -> str:
+    """Return a link to a result file."""
+    return f"[{file.path.name}]({link(file.path)})"
+
+
+def pictures(file: ResultFile, *names: str) -> list[str]:
+    """Return those plots of a result file that lie beside it."""
+    paths = [file.path.with_name(f"{file.path.stem}-{name}.svg") for name in names]
+    workload = file.meta["workload"]
+    return [
+        f"![{workload}, {name}]({link(path)})"
+        for name, path in zip(names, paths, strict=True)
+        if path.exists()
+    ]
 
 
 def link(path: Path) -> str:

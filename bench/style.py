@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib
 
-from .tables import is_ours
+from .results import is_ours
 
 
 @dataclass(frozen=True)

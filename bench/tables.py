@@ -13,6 +13,7 @@ from .results import (
     case_of,
     changes,
     geometric_mean,
+    is_ours,
     label_of,
 )
 
@@ -51,6 +52,9 @@ def heading(meta: Meta, workloads: Iterable[str]) -> str:
         f"# {', '.join(workloads)} on {name}",
         f"{meta.get('date')}, commit {meta.get('commit') or 'unknown'}, {versions}.",
     ]
+    for later in meta.get("resumed", ()):
+        commit = later["commit"] or "unknown"
+        lines.append(f"Rows added: {later['date']}, commit {commit}.")
     if ceilings:
         lines.append(f"Measured ceilings: {', '.join(ceilings)}.")
     return "\n\n".join(lines)
@@ -122,11 +126,6 @@ def shape_name(row: Row) -> str:
     """Return a case without its workload, direction and dtype."""
     before = f"{row['workload']} {row['direction']} {row['dtype']} "
     return label_of(row).removeprefix(before)
-
-
-def is_ours(impl: str) -> bool:
-    """Tell whether a name is of this library, chosen or forced."""
-    return impl.partition(":")[0].partition(" ")[0] == OURS
 
 
 def best_rival(rows: Iterable[Row]) -> Row | None:

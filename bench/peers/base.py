@@ -152,14 +152,18 @@ class Peer:
 
     def why_not(self, case: Case) -> str | None:
         """Return why the peer can't do a case, None if nothing is known against it."""
-        if self.device == "cuda" and (reason := no_cuda()) is not None:
+        if (reason := self.absent()) is not None:
             return reason
-        for name in self.modules:
-            if (reason := why_not_importable(name)) is not None:
-                return reason
         if case.dtype not in self.dtypes:
             return f"{case.dtype} isn't supported"
         return self.limits(case)
+
+    def absent(self) -> str | None:
+        """Return what keeps the peer from every case, None if it is there."""
+        if self.device == "cuda" and (reason := no_cuda()) is not None:
+            return reason
+        reasons = map(why_not_importable, self.modules)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def limits(self, case: Case) -> str | None:
         """Return what else the peer can't do."""

@@ -27,13 +27,18 @@ class TritonTutorial(TorchPeer):
     modules = ("torch", "triton")
     dtypes = ("float16",)
 
-    def limits(self, case: Case) -> str | None:
-        """Say what the tutorial leaves out."""
-        if why_not_importable(self.tutorial) is not None:
+    def absent(self) -> str | None:
+        """Say that the tutorial is missing, where Triton isn't."""
+        reason = super().absent()
+        if reason is None and why_not_importable(self.tutorial) is not None:
             return (
                 f"{self.tutorial} can't be imported: the tutorial isn't part of "
                 "Triton's wheel"
             )
+        return reason
+
+    def limits(self, case: Case) -> str | None:
+        """Say what the tutorial leaves out."""
         if lengths_of(case) is not None:
             return _NO_LENGTHS
         if case.heads != case.kv_heads:

@@ -93,6 +93,41 @@ def test_a_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         cli.main(["cpu", "small", "--resume", str(path), *QUICK])
 
 
+def test_a_workload_with_its_own_way_to_measure_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without a result are made anew where they stand, the others stay."""
+    monkeypatch.setitem(cli.module_of("memory").SEQLENS, "cpu", (256,))
+    arguments = ["memory", "--out", str(tmp_path), *QUICK]
+    assert cli.main([*arguments, "--only", "naive", "--budget", "20"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    before = result["rows"]
+    assert {row["impl"] for row in before} == {"cupy_flash", "naive"}
+    assert "resumed" not in result["meta"]
+    for row in before[1::3]:
+        row |= {"status": "skipped", "bytes": None}
+    path.write_text(json.dumps(result))
+    resume = [*arguments, "--only", "naive", "--budget", "20", "--resume", str(path)]
+    for _ in range(2):  # the second time nothing is left to do
+        assert cli.main(resume) == 0
+        again = result_of(tmp_path)
+        assert [(row["impl"], row["direction"]) for row in again["rows"]] == [
+            (row["impl"], row["direction"]) for row in before
+        ]
+        assert all(row["bytes"] for row in again["rows"])
+        assert all(row in again["rows"] for row in before if row["status"] == "ok")
+        (added,) = again["meta"]["resumed"]
+        assert "--resume" in added["command"]
+
+
+def test_only_knows_what_a_workload_measures(tmp_path: Path) -> None:
+    for names in (["first_call"], ["cpu"]):
+        with pytest.raises(SystemExit):
+            cli.main([*names, "--only", "torch", "--out", str(tmp_path), *QUICK])
+    assert "torch" in cli.known_impls(["cpu", "end_to_end"], "cpu")
+
+
 def test_workloads_share_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

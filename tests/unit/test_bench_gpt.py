@@ -11,6 +11,7 @@ import pytest
 
 from bench import end_to_end, gpt
 from bench.peers import base
+from bench.results import Wanted, case_of
 
 # --- The model ------------------------------------------------------------------------
 
@@ -153,6 +154,15 @@ def test_models_that_agree_are_timed(tiny: None) -> None:
         tokens = 2 * 16 if direction == "training step" else 2
         assert row["tokens_per_s"] == pytest.approx(tokens / row["ms"] * 1e3)
         assert row["error"] < 1e-5
+
+
+def test_a_dtype_is_measured_as_a_whole_or_not_at_all(tiny: None) -> None:
+    every = end_to_end.rows(10.0, lambda line: None, "cpu")
+    done = frozenset((case_of(row), row["impl"]) for row in every)
+    assert end_to_end.rows(10.0, lambda line: None, "cpu", Wanted((), done)) == []
+    wanted = Wanted(("naive",), done - {(case_of(every[0]), every[0]["impl"])})
+    rows = by_name(end_to_end.rows(10.0, lambda line: None, "cpu", wanted))
+    assert {name for name, _ in rows} == {"cupy_flash", "naive"} and len(rows) == 4
 
 
 def test_a_model_that_is_wrong_has_no_time(

@@ -27,6 +27,8 @@ from bench.peers import (
 )
 from bench.peers import all_peers as make_all_peers
 from bench.peers.flex import COMPILE_SECONDS, Flex
+from bench.peers.optional import TritonTutorial
+from bench.results import Wanted, case_of, is_ours
 from bench.workloads import Case
 
 from ..reference import (
@@ -219,7 +221,9 @@ def test_what_a_peer_prints_and_warns_while_it_builds_is_swallowed(
 
 def test_every_peer_on_cuda_says_that_there_is_no_device(no_device: None) -> None:
     peers = make_all_peers("cuda")
-    assert [peer.name for peer in peers[:2]] == ["cupy_flash", "naive"]
+    # Between them there may be families of kernels of this library.
+    rivals = [peer.name for peer in peers if not is_ours(peer.name)]
+    assert (peers[0].name, rivals[0]) == ("cupy_flash", "naive")
     assert {"fa2", "cudnn", "efficient", "math", "flex", "fa4", "jax"} < {
         peer.name for peer in peers
     }
@@ -302,6 +306,18 @@ def test_halves_are_multiplied_matrix_by_matrix_on_the_gpu() -> None:
     np.testing.assert_allclose(found, naive.matmul(np, a, b), rtol=0.02, atol=0.02)
 
 
+def test_a_peer_that_is_not_there_says_so_before_what_it_cannot_do() -> None:
+    class Tutorial(TritonTutorial):
+        device, modules, tutorial = "cpu", (), "no_such_tutorial"
+
+    case = variant(dtype="bfloat16")
+    assert Tutorial().why_not(case).startswith("no_such_tutorial can't be imported")
+    Tutorial.tutorial = "json"
+    assert Tutorial().absent() is None
+    Tutorial.modules = ("no_such_triton",)
+    assert Tutorial().why_not(case).startswith("no_such_triton can't be imported")
+
+
 # --- The first call -------------------------------------------------------------------
 
 
@@ -342,23 +358,51 @@ def test_each_warm_process_follows_a_cold_one_with_the_same_caches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "why"),
+    ("error", "left", "status", "why"),
     [
-        (RuntimeError("No module named 'fake'"), "failed", "No module named 'fake'"),
-        (subprocess.TimeoutExpired("x", 12), "failed", "no result after 12 s"),
+        (
+            RuntimeError("No module named 'fake'"),
+            60,
+            "failed",
+            "No module named 'fake'",
+        ),
+        (subprocess.TimeoutExpired("x", 300), 900, "failed", "no result after 300 s"),
+        # Stopped since the time is used up, and not for being slow.
+        (subprocess.TimeoutExpired("x", 60), 60, "skipped", "the time is used up"),
     ],
 )
 def test_a_process_that_fails_becomes_a_row(
-    error: Exception, status: str, why: str
+    error: Exception, left: float, status: str, why: str
 ) -> None:
     def process(*_: Any) -> first_call.Times:
         raise error
 
-    rows = first_call.measure("fake", "cpu", process, time.monotonic() + 60)
+    rows = first_call.measure("fake", "cpu", process, time.monotonic() + left)
     assert len(rows) == 4
     assert {(row["status"], row["why"], row["ms"]) for row in rows} == {
         (status, why, None)
     }
+
+
+def test_only_implementations_with_a_wanted_row_are_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(first_call.IMPLEMENTATIONS, "cpu", ("cupy_flash", "a", "b"))
+    started: list[str] = []
+
+    def process(impl: str, *_: Any) -> first_call.Times:
+        started.append(impl)
+        return {"import": 0.5, "forward": 1.0, "backward": 2.0}
+
+    monkeypatch.setattr(first_call, "run_child", process)
+    rows = first_call.rows(60, lambda line: None, "cpu", Wanted(("a",)))
+    assert {row["impl"].partition(" ")[0] for row in rows} == {"cupy_flash", "a"}
+    # One row is missing: all four of the implementation are made anew.
+    done = frozenset((case_of(row), row["impl"]) for row in rows)
+    done -= {(case_of(rows[-1]), rows[-1]["impl"])}
+    started.clear()
+    rows = first_call.rows(60, lambda line: None, "cpu", Wanted(("a",), done))
+    assert set(started) == {"a"} and len(rows) == 4
 
 
 def test_processes_that_would_start_too_late_are_skipped() -> None:
@@ -489,6 +533,15 @@ def test_ours_grows_with_the_sequence_and_the_naive_one_with_its_square(
     for row in rows:
         assert row["impl"] != "torch_cpu" or row["status"] == "unsupported"
         assert row["impl"] == "torch_cpu" or row["bytes"] > row["needed_bytes"]
+
+
+def test_only_wanted_rows_of_memory_are_measured() -> None:
+    every = memory.rows(-1.0, lambda line: None, "cpu")
+    done = frozenset((case_of(row), row["impl"]) for row in every[4:])
+    rows = memory.rows(-1.0, lambda line: None, "cpu", Wanted((), done))
+    assert rows == every[:4]
+    rows = memory.rows(-1.0, lambda line: None, "cpu", Wanted(("naive",), done))
+    assert {row["impl"] for row in rows} == {"cupy_flash", "naive"}
 
 
 def test_memory_without_time_is_skipped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -113,6 +114,98 @@ def test_the_comparison_ends_with_geometric_means(tmp_path: Path) -> None:
     assert "a.json → b.json" in text
     assert results.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
     assert math.isnan(results.geometric_mean([]))
+
+
+# --- Resuming -------------------------------------------------------------------------
+
+
+def cut_short(folder: Path, workload: str, *rows: results.Row) -> Path:
+    file = ResultFile.new(folder, workload, META)
+    file.add(row | {"workload": workload} for row in rows)
+    return file.path
+
+
+SKIPPED = {"status": "skipped", "why": "the time is used up", "ms": None}
+
+
+def test_a_resumed_file_keeps_its_order_and_says_who_added(tmp_path: Path) -> None:
+    rows = [timed("cupy_flash", 1.0), timed("fa2", 2.0) | SKIPPED, timed("fa4", 3.0)]
+    path = cut_short(tmp_path, "memory", *rows)
+    later = {**META, "command": "python -m bench memory", "commit": "fedcba9"}
+    file = ResultFile.resume(path, "memory", later)
+    file.add([timed("fa2", 5.0) | {"workload": "memory"}])
+    file.add([timed("jax", 7.0) | {"workload": "memory"}])
+    again = ResultFile.load(path)
+    assert [(row["impl"], row["ms"]) for row in again.rows] == [
+        ("cupy_flash", 1.0), ("fa2", 5.0), ("fa4", 3.0), ("jax", 7.0),
+    ]  # fmt: skip
+    (added,) = again.meta["resumed"]
+    assert datetime.datetime.fromisoformat(added["date"]).tzinfo is not None
+    assert added == {
+        "command": "python -m bench memory", "commit": "fedcba9",
+        "source_sha256": "00", "date": added["date"],
+    }  # fmt: skip
+    assert again.meta["commit"] == META["commit"]
+    assert "Rows added: " in tables.report(again.meta, again.rows)
+    ResultFile.resume(path, "memory", META).add([])
+    assert len(ResultFile.load(path).meta["resumed"]) == 2
+
+
+def test_times_of_two_runs_do_not_meet_in_a_case(tmp_path: Path) -> None:
+    """Those that were timed in turn before go with what is measured anew."""
+    other = timed("fa2", 4.0, OTHER)
+    rows = [timed("cupy_flash", 1.0) | SKIPPED, timed("fa2", 2.0), other]
+    rows.append(timed("fa4", 3.0) | SKIPPED)
+    path = cut_short(tmp_path, "training", *rows)
+    file = ResultFile.resume(path, "training", META)
+    assert file.without_done([CASE, OTHER]) == [CASE]
+    file.add([timed("cupy_flash", 1.5)])
+    assert [(row["impl"], row["ms"]) for row in file.rows] == [
+        ("cupy_flash", 1.5), ("fa2", 4.0), ("fa4", None),
+    ]  # fmt: skip
+
+
+def test_what_is_left_to_measure(tmp_path: Path) -> None:
+    stopped = {"status": "failed", "why": "no result after 20 s", "ms": None}
+    broken = {"status": "failed", "why": "no module", "ms": None}
+    rows = [
+        timed("cupy_flash (cold)", 1.0), timed("flex (cold)", 1.0) | stopped,
+        timed("fa4 (cold)", 1.0) | SKIPPED, timed("jax (cold)", 1.0) | broken,
+    ]  # fmt: skip
+    case = dataclasses.replace(CASE, workload="first_call")
+    path = cut_short(tmp_path, "first_call", *rows)
+    wanted = ResultFile.resume(path, "first_call", META).wanted()
+    left = [row["impl"] for row in rows if wanted(case, row["impl"])]
+    assert left == ["flex (cold)", "fa4 (cold)"]
+    wanted = ResultFile.resume(path, "first_call", META).wanted(["fa4"])
+    left = [row["impl"] for row in rows if wanted(case, row["impl"])]
+    assert left == ["fa4 (cold)"]
+    # Elsewhere a failure is a result.
+    assert not results.unfinished(timed("flex", 1.0) | stopped)
+
+
+@pytest.mark.parametrize(
+    ("workload", "impl", "allowed"),
+    [
+        ("first_call", "fa4 (cold)", True), ("first_call", "cupy_flash (warm)", False),
+        ("memory", "fa2", True), ("memory", "cupy_flash:simt", False),
+        ("training", "fa2", False), ("end_to_end", "torch", False),
+    ],
+)  # fmt: skip
+def test_other_sources_matter_where_ours_is_measured(
+    tmp_path: Path, workload: str, impl: str, allowed: bool
+) -> None:
+    path = cut_short(tmp_path, workload, timed(impl, 1.0) | SKIPPED)
+    changed = {**META, "source_sha256": "01"}
+    if allowed:
+        file = ResultFile.resume(path, workload, changed)
+        file.add([timed(impl, 1.0) | {"workload": workload}])
+        assert file.meta["resumed"][0]["source_sha256"] == "01"
+    else:
+        with pytest.raises(ValueError, match="its source_sha256 is 00, not 01"):
+            ResultFile.resume(path, workload, changed)
+    with pytest.raises(ValueError, match="its gpu is NVIDIA H200, not B200"):
+        ResultFile.resume(path, workload, {**META, "gpu": "B200"})
 
 
 # --- Tables ---------------------------------------------------------------------------

@@ -109,6 +109,29 @@ def test_a_case_that_would_take_too_long_leaves_room_for_smaller_ones() -> None:
     assert [rows[0]["status"] for rows in outcomes] == ["ok", "skipped", "ok"]
 
 
+def test_what_is_done_once_does_not_make_later_cases_seem_long() -> None:
+    """The first call of all takes 7 s, as an import does; a case takes 0.1 s."""
+    timer = FakeTimer()
+    peers = [FakePeer("cupy_flash", timer, lambda n: 7000.0 if first(timer) else 10.0)]
+    outcomes = run(timer, peers, *[CASE] * 8, seconds=0.1, deadline=15.0)
+    assert [rows[0]["status"] for rows in outcomes] == ["ok"] * 8
+    assert 7.0 < timer.seconds < 10.0
+
+
+def first(timer: FakeTimer) -> bool:
+    return timer.seconds == 0.0
+
+
+def test_cases_unlike_a_short_one_are_not_guessed_from_it() -> None:
+    """Three of its kind count, however short the first of another kind was."""
+    timer = FakeTimer()
+    large = square("x", "float32", 1, 640, 2, 8, True, "forward")
+    runner = Runner(lambda case: [], lambda case: None, timer, np, deadline=100.0)
+    runner._spent += [(CASE.flops, 0.1), *[(large.flops, 5.0)] * 3]
+    assert runner._expected_seconds(large) == 5.0
+    assert runner._expected_seconds(CASE) == 0.1
+
+
 def test_peers_that_are_late_within_a_case_are_skipped() -> None:
     timer = FakeTimer()
     peers = [FakePeer("cupy_flash", timer, 900.0), FakePeer("fa2", timer, 900.0)]

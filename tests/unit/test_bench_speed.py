@@ -50,13 +50,16 @@ def test_the_newest_result_of_a_gpu(tmp_path: Path) -> None:
     assert speed.newest("training", tmp_path).path == newest
 
 
+def table_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
 def test_the_table(tmp_path: Path) -> None:
     path = write(tmp_path, "2026-01-01T000000-x-training.json")
-    for name in ("forward-bfloat16", "backward-bfloat16"):
+    for name in ("forward-bfloat16", "backward-bfloat16", "both-bfloat16"):
         (tmp_path / f"{path.stem}-speed-{name}.svg").touch()
     text = speed.training(speed.newest("training", tmp_path))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines == [
+    assert table_of(text) == [
         "| pass | D | mask | cupy_flash | fa2 |",
         "| --- | --- | --- | ---: | ---: |",
         "| forward | 64 | full | 100.0 | 301 |",
@@ -65,5 +68,87 @@ def test_the_table(tmp_path: Path) -> None:
     assert "16384 tokens" in text and "NVIDIA X" in text and "GEMM 700" in text
     assert speed.PEERS["fa2"] in text and speed.PEERS["fa4"] not in text
     pictures = [line for line in text.splitlines() if line.startswith("![")]
-    assert [p[:9] for p in pictures] == ["![forward", "![backwar"]
-    assert all(f"(bench/results/{path.stem}-speed-" in p for p in pictures)
+    assert pictures == [
+        f"![training, speed-{name}](bench/results/{path.stem}-speed-{name}.svg)"
+        for name in ("forward-bfloat16", "backward-bfloat16")
+    ]
+
+
+def result(tmp_path: Path, workload: str, rows: list[dict[str, Any]]) -> Any:
+    path = write(
+        tmp_path, f"2026-01-01T000000-x-{workload}.json", workload=workload,
+        gemm_tflops_by_dtype={"float32": 50.04},
+    )  # fmt: skip
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row | {"workload": workload} for row in rows]
+    path.write_text(json.dumps(content | {"rows": rows}), encoding="utf-8")
+    return speed.newest(workload, tmp_path)
+
+
+def test_a_case_that_only_a_peer_can_do_is_shown(tmp_path: Path) -> None:
+    rows = [
+        row("math", 41.6, head_dim=128), row("cupy_flash", None, head_dim=128),
+        row("cupy_flash", 12.9), row("math", 11.8), row("fa2", None),
+        row("cupy_flash", None, causal=True), row("math", None, causal=True),
+    ]  # fmt: skip
+    rows = [row | {"heads": 16, "dtype": "float32"} for row in rows]
+    file = result(tmp_path, "fp32", rows)
+    text = speed.PARTS["fp32"](file)
+    assert table_of(text)[2:] == [
+        "| forward | 64 | full | 4 × 4096 × 16 | 12.9 | 11.8 |",
+        "| forward | 128 | full | 4 × 4096 × 16 | – | 41.6 |",
+    ]
+    assert "GEMM 50.0" in text and "float32 on an NVIDIA X" in text
+    assert f"[{file.path.name}](bench/results/{file.path.name})" in text
+
+
+def test_small_calls_show_both_times(tmp_path: Path) -> None:
+    rows = [row("cupy_flash", 1.0, heads=4, ms=0.0257, host_us=32.9)]
+    text = speed.PARTS["small"](result(tmp_path, "small", rows))
+    assert table_of(text)[2:] == ["| forward | 64 | 4 × 4096 × 4 | 25.7 / 32.9 |"]
+
+
+def test_memory_is_shown_at_the_longest_sequence_with_every_pass(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        row(
+            impl, 1.0 if done else None, heads=16, seqlen=seqlen, direction=direction,
+            bytes=size << 20 if done else None, needed_bytes=4 << 20,
+            square_bytes=1 << 29,
+        )
+        for seqlen in (4096, 8192)
+        for direction in ("forward", "backward", "both")
+        for impl, size in (("cupy_flash", 5), ("fa2", 6))
+        for done in [(seqlen, direction, impl) not in (
+            (8192, "both", "cupy_flash"), (4096, "backward", "fa2"),
+        )]
+    ]  # fmt: skip
+    file = result(tmp_path, "memory", rows)
+    picture = file.path.with_name(f"{file.path.stem}-peak-bfloat16.svg")
+    assert "![" not in speed.PARTS["memory"](file)
+    picture.touch()
+    text = speed.PARTS["memory"](file)
+    assert table_of(text)[2:] == [
+        "| forward | 5.00 | 6.00 | 4.00 | 512 |",
+        "| backward | 5.00 | – | 4.00 | 512 |",
+        "| both | 5.00 | 6.00 | 4.00 | 512 |",
+    ]
+    assert "sequences of 4096" in text and f"(bench/results/{picture.name})" in text
+
+
+def test_first_results_cold_and_warm(tmp_path: Path) -> None:
+    rows = [
+        row(f"{impl} ({cache})", 1.0, heads=4, ms=ms, rounds=rounds)
+        for impl, cache, ms, rounds in (
+            ("flex", "cold", 9000.0, 1), ("cupy_flash", "cold", 1600.0, 3),
+            ("cupy_flash", "warm", 81.7, 3),
+        )
+    ]  # fmt: skip
+    rows.append(row("fa4 (cold)", None, heads=4, ms=None, rounds=None))
+    text = speed.PARTS["first_call"](result(tmp_path, "first_call", rows))
+    assert table_of(text)[2:] == [
+        "| cupy_flash | 1600 | 81.7 | – | – |",
+        "| flex | 9000 (1) | – | – | – |",
+    ]
+    assert "medians of 3 processes" in text and "of so many only" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme
+from bench import readme, speed
 from bench.compile_matrix import CAPABILITIES, DTYPES
 from cupy_flash import configs
 from cupy_flash.aot import Call
@@ -56,10 +56,27 @@ def test_the_page_has_its_parts() -> None:
     text = readme.README.read_text(encoding="utf-8")
     for name in ("compile-matrix", "kernels"):
         assert name in readme.parts()
-        part = re.search(
-            rf"<!-- begin {name} -->\n(.*)\n<!-- end {name} -->", text, re.S
-        )
-        assert part is not None and all(tables(part[1]))
+        assert all(tables(part_of(text, name)))
+
+
+def part_of(text: str, name: str) -> str:
+    part = re.search(rf"<!-- begin {name} -->\n(.*)\n<!-- end {name} -->", text, re.S)
+    assert part is not None
+    return part[1]
+
+
+@pytest.mark.parametrize("name", speed.PARTS)
+def test_each_measured_part_names_its_source_and_has_figures(name: str) -> None:
+    assert name in readme.parts()
+    part = part_of(readme.README.read_text(encoding="utf-8"), name)
+    file = speed.newest(name)
+    assert f"](bench/results/{file.path.name})" in part
+    assert file.meta["gpu"] in part
+    lines = [line for line in part.splitlines() if line.startswith("|")]
+    assert len(lines) > 3 and len({line.count("|") for line in lines}) == 1
+    assert "cupy_flash" in "".join(lines)
+    for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", part):
+        assert (readme.ROOT / picture).exists()
 
 
 # --- Markers --------------------------------------------------------------------------
