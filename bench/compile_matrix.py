@@ -34,12 +34,13 @@ import ml_dtypes
 import numpy as np
 
 from cupy_flash import compiler, configs
-from cupy_flash.configs import SimtRow, SimtTile
+from cupy_flash.configs import MmaRow, SimtRow, SimtTile
 from cupy_flash.device import DeviceInfo, hypothetical
 from cupy_flash.plan import make_plan
 from cupy_flash.problem import ArrayInfo, Options
-from cupy_flash.spec import KernelSpec, Variant
+from cupy_flash.spec import KernelSpec
 from cupy_flash.validate import contiguous_strides, make_problem
+from cupy_flash.variant import Variant
 
 from .machine import ROOT, source_sha256
 
@@ -53,6 +54,13 @@ KERNELS = {
     "backward_dq": configs.SIMT_BACKWARD,
     "backward_dkdv": configs.SIMT_BACKWARD,
     "backward_dbias": configs.SIMT_BACKWARD_DBIAS,
+}
+MMA_KERNELS = {
+    "forward": configs.MMA_FORWARD,
+    "backward": configs.MMA_BACKWARD,
+    "backward_dkdv": configs.MMA_BACKWARD,
+    "backward_dq": configs.MMA_BACKWARD_DQ,
+    "backward_dbias": configs.MMA_BACKWARD_DBIAS,
 }
 
 
@@ -157,12 +165,13 @@ def table_rows() -> Iterator[tuple[str, SimtRow]]:
             yield kernel, row
 
 
+def info(*shape: int, dtype: np.dtype) -> ArrayInfo:
+    """Describe a contiguous array."""
+    return ArrayInfo(shape, contiguous_strides(shape, dtype), dtype)
+
+
 def chosen_on(gpu: DeviceInfo) -> set[tuple[str, int, SimtTile]]:
-    """Return the kernels and tiles that some head size gets on a GPU."""
-
-    def info(*shape: int, dtype: np.dtype) -> ArrayInfo:
-        return ArrayInfo(shape, contiguous_strides(shape, dtype), dtype)
-
+    """Return the kernels of `simt` and the tiles that some head size gets on a GPU."""
     found = set()
     sizes = configs.head_dim_buckets()
     for d, dv, dtype in itertools.product(sizes, sizes, (FLOAT32, FLOAT64)):
@@ -172,15 +181,100 @@ def chosen_on(gpu: DeviceInfo) -> set[tuple[str, int, SimtTile]]:
             "lse": info(1, 9, dtype=dtype), "bias": info(9, 9, dtype=dtype),
         }  # fmt: skip
         for direction in ("forward", "backward"):
-            options = Options(direction, bias_grad=direction == "backward")
+            options = Options(
+                direction, bias_grad=direction == "backward", config="simt"
+            )
             for step in make_plan(make_problem(arrays, options), gpu).steps:
                 if step.spec.family == "simt":
                     found.add((step.spec.kernel, dtype.itemsize, step.spec.tile))
     return found
 
 
+def mma_specs(
+    gpu: DeviceInfo, dtype: np.dtype, head_dim: int, **options: Any
+) -> Iterator[KernelSpec]:
+    """Yield the kernels of `mma` of a head size on a GPU: no option, then all of them.
+
+    None if the family can't serve it there.
+    """
+    seqlen = 300  # more than a tile, so that dbias is summed in parts
+    q, bias = info(seqlen, 1, head_dim, dtype=dtype), info(1, 1, dtype=dtype)
+    lse = info(1, seqlen, dtype=FLOAT64 if dtype == FLOAT64 else FLOAT32)
+    arrays = {"q": q, "k": q, "v": q, "out": q, "dout": q, "lse": lse}
+    whole = {
+        "bias": bias, "mask": info(seqlen, seqlen, dtype=np.dtype(bool)),
+        "alibi_slopes": info(1, dtype=FLOAT32),
+    }  # fmt: skip
+    limits = {"window": (3, 3), "softcap": 5.0}
+    for direction, deterministic in (
+        ("forward", False), ("backward", False), ("backward", True),
+    ):  # fmt: skip
+        gradient = direction == "backward"
+        for extra, features in (
+            ({}, {}),
+            ({"bias": bias}, {"bias_grad": gradient}),
+            (whole, {**limits, "bias_grad": gradient}),
+        ):
+            wanted = Options(
+                direction, deterministic=deterministic, config="mma", **features,
+                **options,
+            )  # fmt: skip
+            try:
+                plan = make_plan(make_problem(arrays | extra, wanted), gpu)
+            except ValueError as error:
+                if "can't be had" not in str(error):
+                    raise
+                continue
+            for spec in (step.spec for step in plan.steps):
+                # With a bias and nothing else its gradient alone is of interest.
+                alone = spec.kernel in ("backward_dbias", "reduce_dbias")
+                if spec.tile is not None and (alone or extra != {"bias": bias}):
+                    yield spec
+
+
+def mma_cases_for(capability: int) -> list[Case]:
+    """Return the kernels of `mma` for each depth of its tiles on a GPU."""
+    gpu = hypothetical(f"sm_{capability}")
+    # Halves differ by an instruction alone.
+    half, other = HALVES if capability < 80 else HALVES[::-1]
+    specs: list[KernelSpec] = []
+    for dtype in (half, FLOAT32, FLOAT64):
+        for depth in configs.MMA_DEPTHS:
+            specs += mma_specs(gpu, dtype, depth)
+        specs += mma_specs(gpu, dtype, configs.ragged_head_dims()[1])
+    specs += mma_specs(gpu, other, 64)
+    specs += mma_specs(gpu, FLOAT32, 64, precision="tf32")
+    return [Case(spec, capability) for spec in dict.fromkeys(specs)]
+
+
+def mma_rows() -> Iterator[tuple[str, MmaRow]]:
+    """Yield each kernel of `mma` with each row of its table."""
+    for kernel, table in MMA_KERNELS.items():
+        for row in table:
+            yield kernel, row
+
+
+def mma_row_of(spec: KernelSpec) -> tuple[str, MmaRow] | None:
+    """Return the row that a kernel's tile is of, None if it isn't of a table."""
+    if spec.family != "mma":
+        return None
+    size = spec.dtype.itemsize
+    for row in MMA_KERNELS.get(spec.kernel, ()):
+        # Any head of the tile's depth would do.
+        if row.itemsize == size and spec.tile == row.tile(
+            spec.tile.depth, spec.tile.depth_v
+        ):
+            return spec.kernel, row
+    return None
+
+
 def cases_for(capability: int) -> list[Case]:
     """Return each tile that a GPU gets with no option and with all, and the passes."""
+    return simt_cases_for(capability) + mma_cases_for(capability)
+
+
+def simt_cases_for(capability: int) -> list[Case]:
+    """Return each tile of `simt` that a GPU gets, and the passes."""
     chosen = chosen_on(hypothetical(f"sm_{capability}"))
     specs = []
     for kernel, row in table_rows():

@@ -122,6 +122,7 @@ def precompile(
     mask: bool = False,
     direction: str = "both",
     precision: str | None = None,
+    deterministic: bool = False,
     config: Any = None,
     all: bool = False,
     device: str | None = None,
@@ -149,6 +150,8 @@ def precompile(
         Also the kernels of the bias's gradient.
     direction : {"both", "forward", "backward"}, default "both"
         Which passes.
+    deterministic : bool, default False
+        As in `flash_attention_backward`, whose kernels depend on it.
     all : bool, default False
         Every dtype and head size, with and without causal masking, in place of what
         `head_dim`, `dtype` and `causal` say. It takes minutes.
@@ -176,10 +179,11 @@ def precompile(
         If the folder of compiled kernels can't be written.
     """
     options = Options(
-        "forward", causal, window, scale, softcap, precision=precision, config=config
-    )
+        "forward", causal, window, scale, softcap, precision=precision,
+        deterministic=deterministic, config=config,
+    )  # fmt: skip
     calls = _calls(
-        configs.head_dim_buckets() if all else _sequence(head_dim),
+        _all_head_dims() if all else _sequence(head_dim),
         ELEMENT_TYPES if all else map(parse_dtype, _sequence(dtype)),
         head_dim_v,
         (False, True) if all else (causal,),
@@ -197,6 +201,10 @@ def precompile(
 
 def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _all_head_dims() -> tuple[int, ...]:
+    return (*configs.head_dim_buckets(), *configs.ragged_head_dims())
 
 
 def _calls(

@@ -115,9 +115,6 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", action="store_true", help="the call has q_lengths and k_lengths"
     )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same bits in every run"
-    )
 
 
 def _add_precompile(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +171,10 @@ def _add_options(parser: argparse.ArgumentParser, direction: str) -> None:
         "--bias-grad", action="store_true", help="backward: with the bias's gradient"
     )
     options.add_argument("--mask", action="store_true", help="with a boolean mask")
+    options.add_argument(
+        "--deterministic", action="store_true",
+        help="backward: the same bits in every run",
+    )  # fmt: skip
     options.add_argument(
         "--precision", choices=("tf32",), help="less than float32 is good enough"
     )
@@ -363,8 +364,8 @@ def _precompile(chosen: argparse.Namespace) -> None:
             causal=chosen.causal, window=chosen.window, scale=chosen.scale,
             softcap=chosen.softcap, alibi=chosen.alibi, bias=chosen.bias,
             bias_grad=chosen.bias_grad, mask=chosen.mask, direction=chosen.direction,
-            precision=chosen.precision, config=chosen.config, all=chosen.all,
-            device=chosen.arch,
+            precision=chosen.precision, deterministic=chosen.deterministic,
+            config=chosen.config, all=chosen.all, device=chosen.arch,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
         total = int(bar.tasks[0].total or 0)

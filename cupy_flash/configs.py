@@ -8,47 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FAMILIES = ("simt",)
+from .tiles import PASS_THREADS, MmaTile, SimtTile, Tile, depth_multiple
 
+__all__ = [
+    "FAMILIES", "MMA_BACKWARD", "MMA_BACKWARD_DBIAS", "MMA_BACKWARD_DQ", "MMA_DEPTHS",
+    "MMA_FORWARD", "PASS_THREADS", "SIMT_BACKWARD", "SIMT_BACKWARD_DBIAS",
+    "SIMT_FORWARD", "MmaRow", "MmaTile", "SimtRow", "SimtTile", "Tile",
+    "head_dim_buckets", "ragged_head_dims",
+]  # fmt: skip
 
-@dataclass(frozen=True, slots=True)
-class SimtTile:
-    """A tile of the family `simt`.
-
-    Attributes
-    ----------
-    rows : int
-        Rows that a block owns: queries, or keys for dk and dv.
-    columns : int
-        Rows of the other side that it takes at a time.
-    chunk_d, chunk_v : int
-        Channels of q and k, and of v, in shared memory at a time. Channels of the
-        result are spread over blocks in chunks of this size.
-    resident : bool
-        The block's own rows stay in shared memory, which needs a head that is no
-        larger than a chunk.
-    threads : int
-        Threads of a block.
-    blocks : int
-        Blocks per multiprocessor that the compiler has to leave registers for.
-    """
-
-    rows: int
-    columns: int
-    chunk_d: int
-    chunk_v: int
-    resident: bool
-    threads: int = 128
-    blocks: int = 2
-
-    @property
-    def name(self) -> str:
-        """The tile in a kernel's name: r is for resident, s for streaming."""
-        kind = "r" if self.resident else "s"
-        return (
-            f"{self.rows}x{self.columns}d{self.chunk_d}v{self.chunk_v}{kind}"
-            f"_{self.blocks}x{self.threads}"
-        )
+FAMILIES = ("simt", "mma")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +67,124 @@ SIMT_BACKWARD_DBIAS = (
     SimtRow(8, None, None, SimtTile(64, 32, 32, 32, resident=False)),
 )
 
-PASS_THREADS = 128
+# Channels that a tile of `mma` has room for: the least that holds the head and that
+# warps side by side can divide.
+MMA_DEPTHS = (32, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class MmaRow:
+    """For elements of `itemsize` bytes and head sizes of up to `max_depth`.
+
+    The other numbers are those of `MmaTile`.
+    """
+
+    itemsize: int
+    max_depth: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+    across: int = 1
+    blocks: int = 1
+
+    def tile(self, head_dim: int, head_dim_v: int) -> MmaTile | None:
+        """Return the tile for a head, None if the row isn't for its size."""
+        if max(head_dim, head_dim_v) > self.max_depth:
+            return None
+        multiple = depth_multiple(self.itemsize, self.across)
+        possible = [depth for depth in MMA_DEPTHS if depth % multiple == 0]
+        depth, depth_v = (
+            next(depth for depth in possible if depth >= size)
+            for size in (head_dim, head_dim_v)
+        )
+        return MmaTile(
+            self.rows, self.columns, depth, depth_v, self.warps, self.stages,
+            self.across, self.blocks,
+        )  # fmt: skip
+
+
+# A row is taken where its blocks fit a multiprocessor together. Those that come first
+# for a head size were the fastest of their neighbours on the H200 at S=4096
+# (bench/LOG.md); the others are for GPUs with less shared memory and aren't tuned.
+MMA_FORWARD = (
+    MmaRow(2, 64, 128, 128, warps=4, blocks=2),
+    MmaRow(2, 64, 128, 64, warps=4, blocks=2),
+    MmaRow(2, 64, 64, 64, warps=4, blocks=2),
+    MmaRow(2, 128, 128, 64, warps=4, stages=2, blocks=2),
+    MmaRow(2, 128, 128, 64, warps=4, blocks=2),
+    MmaRow(2, 128, 128, 64, warps=4),
+    MmaRow(2, 128, 64, 64, warps=4),
+    MmaRow(2, 256, 128, 128, warps=8),
+    MmaRow(2, 256, 128, 64, warps=8),
+    MmaRow(2, 256, 64, 64, warps=4),
+    MmaRow(2, 256, 32, 32, warps=2),
+    MmaRow(4, 64, 128, 32, warps=4, stages=2, blocks=2),
+    MmaRow(4, 64, 64, 32, warps=4, blocks=2),
+    MmaRow(4, 128, 128, 16, warps=4, blocks=2),
+    MmaRow(4, 128, 64, 32, warps=4),
+    MmaRow(4, 256, 64, 16, warps=4),
+    MmaRow(8, 64, 128, 32, warps=8),
+    MmaRow(8, 128, 128, 32, warps=8),
+    MmaRow(8, 128, 64, 16, warps=4),
+)
+
+# dk and dv, with dq beside them or without: the rows are keys.
+MMA_BACKWARD = (
+    MmaRow(2, 64, 128, 32, warps=4, stages=2, blocks=2),
+    MmaRow(2, 64, 128, 32, warps=4),
+    MmaRow(2, 128, 128, 64, warps=8, stages=2, across=2),
+    MmaRow(2, 128, 128, 64, warps=8, across=2),
+    MmaRow(2, 128, 64, 32, warps=4),
+    MmaRow(2, 256, 64, 64, warps=8, stages=2, across=4),
+    MmaRow(2, 256, 64, 64, warps=8, across=4),
+    MmaRow(2, 256, 32, 32, warps=4, across=2),
+    MmaRow(4, 64, 64, 32, warps=4, stages=2),
+    MmaRow(4, 128, 32, 32, warps=4, stages=2, across=2, blocks=2),
+    MmaRow(4, 128, 32, 32, warps=4, across=2),
+    MmaRow(4, 256, 32, 32, warps=8, across=4),
+    MmaRow(4, 256, 16, 16, warps=2, across=2),
+    MmaRow(8, 64, 32, 32, warps=4, across=2, blocks=2),
+    MmaRow(8, 64, 32, 32, warps=4, across=2),
+    MmaRow(8, 128, 32, 32, warps=8, across=4),
+    MmaRow(8, 128, 16, 16, warps=2, across=2),
+)
+
+MMA_BACKWARD_DQ = (
+    MmaRow(2, 128, 64, 64, warps=4, stages=2, blocks=2),
+    MmaRow(2, 128, 64, 64, warps=4),
+    MmaRow(2, 128, 64, 32, warps=4),
+    MmaRow(2, 256, 64, 32, warps=4),
+    MmaRow(4, 128, 64, 32, warps=4),
+    MmaRow(4, 256, 32, 16, warps=2),
+    MmaRow(8, 64, 64, 32, warps=4),
+    MmaRow(8, 128, 32, 16, warps=2),
+)
+
+MMA_BACKWARD_DBIAS = (
+    MmaRow(2, 256, 64, 64, warps=4),
+    MmaRow(2, 256, 64, 32, warps=4),
+    MmaRow(2, 256, 32, 32, warps=2),
+    MmaRow(4, 256, 64, 32, warps=4),
+    MmaRow(4, 256, 32, 32, warps=2),
+    MmaRow(4, 256, 16, 32, warps=1),
+    MmaRow(8, 128, 64, 32, warps=4),
+    MmaRow(8, 128, 32, 32, warps=2),
+    MmaRow(8, 128, 16, 32, warps=1),
+)
+
+
+def ragged_head_dims() -> tuple[int, ...]:
+    """Return a head size for each depth of `mma` that isn't a multiple of 16 bytes."""
+    return tuple(depth - 1 for depth in MMA_DEPTHS)
 
 
 def head_dim_buckets() -> tuple[int, ...]:
-    """Return a head size for each row of the tables, where both head sizes are equal.
+    """Return a head size for each tile of the tables, where both sizes are equal.
 
     The last one stands for all that are larger than the largest limit.
     """
     rows = (*SIMT_FORWARD, *SIMT_BACKWARD, *SIMT_BACKWARD_DBIAS)
-    limits = sorted({row.max_head_dim for row in rows if row.max_head_dim is not None})
-    return (*limits, 2 * limits[-1])
+    limits = {row.max_head_dim for row in rows if row.max_head_dim is not None}
+    sizes = sorted(limits | {*MMA_DEPTHS})
+    return (*sizes, 2 * sizes[-1])

@@ -77,8 +77,11 @@ class Device(Protocol):
     def temporary(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Return workspace for the present call; it outlives what is launched."""
 
-    def dense_copy(self, array: Any) -> Any:
-        """Return an aligned C-contiguous copy in workspace."""
+    def dense_copy(self, array: Any, multiple: int = 1) -> Any:
+        """Return an aligned copy in workspace, in C order.
+
+        Its rows, along the last axis, start at multiples of `multiple` elements.
+        """
 
     def clear(self, array: Any) -> None:
         """Fill an array with zeros on the current stream."""
@@ -169,21 +172,30 @@ class CuPyDevice:
             shape, dtype, memptr=self._cupy.cuda.malloc_async(size)
         )
 
-    def dense_copy(self, array: Any) -> Any:
-        """Return an aligned C-contiguous copy in workspace.
+    def dense_copy(self, array: Any, multiple: int = 1) -> Any:
+        """Return an aligned copy in workspace, in C order.
 
-        It is copied byte by byte, because the GPU can't load an element from an
-        address that isn't a multiple of its size.
+        Its rows, along the last axis, start at multiples of `multiple` elements.
+
+        What lies across the boundaries of its elements is copied byte by byte,
+        because the GPU can't load an element from an address that isn't a multiple of
+        its size.
         """
-        as_bytes = self._cupy.ndarray(
-            (*array.shape, array.itemsize),
-            np.uint8,
+        size = array.itemsize
+        aligned = not any(at % size for at in (array.data.ptr, *array.strides))
+        unit = size if aligned else 1
+        parts = self._cupy.ndarray(
+            (*array.shape, size // unit),
+            f"u{unit}",
             memptr=array.data,
-            strides=(*array.strides, 1),
+            strides=(*array.strides, unit),
         )
-        copy = self.temporary(as_bytes.shape, np.dtype(np.uint8))
-        copy[...] = as_bytes
-        return copy.view(array.dtype).reshape(array.shape)
+        rows, columns = array.shape[:-1], array.shape[-1:]
+        padded = tuple(-(-n // multiple) * multiple for n in columns)
+        copy = self.temporary((*rows, *padded, size // unit), parts.dtype)
+        inside = (..., *map(slice, array.shape))
+        copy[(*inside, slice(None))] = parts
+        return copy.view(array.dtype).reshape((*rows, *padded))[inside]
 
     def clear(self, array: Any) -> None:
         """Fill an array with zeros on the current stream."""

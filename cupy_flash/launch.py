@@ -92,10 +92,13 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
             raise
         prepared = _prepare.__wrapped__(device, infos, types, *options)
     with device.active():
+        # Also where a copy would be read: what is refused doesn't depend on strides.
+        _check_outputs(device, arrays, prepared)
         if prepared.plan.copies:
             arrays = dict(arrays)
-            for name in prepared.plan.copies:
-                arrays[name] = device.dense_copy(arrays[name])
+            plan = prepared.plan
+            for name in plan.copies:
+                arrays[name] = device.dense_copy(arrays[name], plan.row_multiple(name))
             return run(device, arrays, options)
         if settings.debug:
             _check_device_lengths(device, arrays, prepared.problem)
@@ -115,14 +118,14 @@ def _launch(
         if array is None:
             array = device.empty(shape, dtype)
             addresses[name] = pointer(array)
-        else:
-            _check_overlap(name, addresses, prepared)
         results.append(array)
     plan = prepared.plan
     workspace = []  # is freed when this function returns, in the order of the stream
     for entry in plan.workspace:
         workspace.append(device.temporary(entry.shape, entry.dtype))
         addresses[entry.name] = pointer(workspace[-1])
+        if entry.zero:
+            device.clear(workspace[-1])
     for name in plan.cleared:
         device.clear(results[prepared.problem.outputs.index(name)])
     params = prepared.template.fill(addresses)
@@ -136,6 +139,15 @@ def _span(info: ArrayInfo) -> tuple[int, int]:
     steps = [(n - 1) * s for n, s in zip(info.shape, info.strides, strict=True)]
     low, high = (sum(f(step, 0) for step in steps) for f in (min, max))
     return low, high + info.dtype.itemsize
+
+
+def _check_outputs(device: Device, arrays: dict[str, Any], prepared: _Prepared) -> None:
+    """Raise ValueError if an output that is given shares memory with another array."""
+    given = [name for name, _, _ in prepared.outputs if name in arrays]
+    if given:
+        addresses = {name: device.pointer(array) for name, array in arrays.items()}
+        for name in given:
+            _check_overlap(name, addresses, prepared)
 
 
 def _check_overlap(name: str, addresses: dict[str, int], prepared: _Prepared) -> None:

@@ -13,6 +13,7 @@ from .problem import Operand, Problem
 POINTERS = (
     "q", "k", "v", "out", "lse", "alibi_slopes", "bias", "mask", "q_lengths",
     "k_lengths", "dout", "dlse", "dq", "dk", "dv", "dbias", "delta", "dbias_partial",
+    "dq_sums",
 )  # fmt: skip
 
 # Operand and the number of its axes after the batch axes, in the order of the struct.

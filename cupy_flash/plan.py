@@ -5,52 +5,19 @@ Nothing here touches a GPU. Every decision leaves a reason in the plan.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import configs
-from .configs import SimtTile
+from . import plan_mma
 from .device import DeviceInfo
 from .dtypes import accumulator
-from .params import merge_batch_axes
+from .plan_base import Builder, DoesNotFit, Step, Workspace
+from .plan_mma import MmaBuilder
+from .plan_simt import SimtBuilder
 from .problem import Problem
-from .spec import KernelSpec, Variant
-
-_MAX_GRID = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One kernel launch."""
-
-    spec: KernelSpec
-    grid: int
-
-    @property
-    def block(self) -> int:
-        """Threads of a block."""
-        return self.spec.threads
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory of a block."""
-        return self.spec.shared_memory
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """An array that lives for one call."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+from .tiles import MmaTile, SimtTile
+from .variant import Variant
 
 
 @dataclass(frozen=True)
@@ -62,7 +29,7 @@ class Plan:
     problem : Problem
     device : DeviceInfo
     family : str
-        The kernel family: "simt".
+        The kernel family: "simt" or "mma".
     steps : tuple of Step
         The kernels in the order of their launch; none if the result is empty.
     workspace : tuple of Workspace
@@ -84,6 +51,12 @@ class Plan:
     cleared: tuple[str, ...]
     dbias_splits: int
     reasons: tuple[str, ...]
+
+    def row_multiple(self, name: str) -> int:
+        """Return the elements to whose multiple the rows of a copy are padded."""
+        if self.family == "mma" and name in plan_mma.LOADED_WIDE:
+            return plan_mma.row_multiple(self.problem)
+        return 1
 
     def __str__(self) -> str:
         p, d = self.problem, self.device
@@ -117,30 +90,62 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     Raises
     ------
     ValueError
-        If ``config=`` asks for a tile that doesn't fit, or an output isn't aligned to
-        its elements.
+        If ``config=`` asks for a family or a tile that the call can't have, or an
+        output isn't aligned to its elements.
     """
     reasons: list[str] = []
     copies = _misaligned(problem, reasons)
-    tile = _forced_tile(problem, reasons)
-    reasons.append("family simt: the only one that has been built so far")
-    variant = _variant(problem, reasons)
-    builder = _Builder(problem, device, variant, tile, reasons)
-    if problem.direction == "forward":
-        builder.forward()
-    else:
-        builder.backward()
+    builder = _build(problem, device, reasons)
+    if builder.family == "mma":
+        copies += _not_wide(problem, copies, reasons)
     return Plan(
         problem=problem,
         device=device,
-        family="simt",
+        family=builder.family,
         steps=tuple(builder.steps),
         workspace=tuple(builder.workspace),
         copies=copies,
         cleared=tuple(builder.cleared),
         dbias_splits=builder.dbias_splits,
-        reasons=tuple(reasons),
+        reasons=(*reasons, *builder.reasons),
     )
+
+
+def _build(problem: Problem, device: DeviceInfo, reasons: list[str]) -> Builder:
+    """Plan with the fastest family that can serve the call, or the one asked for."""
+    config = problem.config
+    tile = config if isinstance(config, (SimtTile, MmaTile)) else None
+    family = config if tile is None else tile.family
+    if tile is not None:
+        reasons.append(f"config= asks for tile {tile.name}")
+    if family != "simt":
+        refusal = plan_mma.refusal(problem, device)
+        if not refusal:
+            variant = _variant(problem, "mma")
+            mma = MmaBuilder(problem, device, variant, tile)
+            try:
+                mma.build()
+            except DoesNotFit as error:
+                refusal = str(error)
+        if not refusal:
+            reasons.append(
+                "family mma: config= asks for it"
+                if family == "mma"
+                else "family mma: tensor cores multiply this dtype and head size"
+            )
+            reasons += _about_variant(problem, variant)
+            return mma
+        if family == "mma":
+            asked = "" if tile is not None else "config='mma' can't be had: "
+            raise ValueError(f"{asked}{refusal}")
+        reasons.append(f"family simt: {refusal}")
+    else:
+        reasons.append("family simt: config= asks for it")
+    variant = _variant(problem, "simt")
+    reasons += _about_variant(problem, variant)
+    simt = SimtBuilder(problem, device, variant, tile)
+    simt.build()
+    return simt
 
 
 def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
@@ -163,23 +168,25 @@ def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _forced_tile(problem: Problem, reasons: list[str]) -> SimtTile | None:
-    if not isinstance(problem.config, SimtTile):
-        return None
-    reasons.append(f"config= asks for tile {problem.config.name}")
-    return problem.config
-
-
-def _variant(problem: Problem, reasons: list[str]) -> Variant:
-    bias = problem.operand("bias")
-    scale_first = problem.scale < float(np.finfo(accumulator(problem.dtype)).tiny)
-    if scale_first:
+def _not_wide(
+    problem: Problem, copies: tuple[str, ...], reasons: list[str]
+) -> tuple[str, ...]:
+    """Name the further inputs that `mma` can't load as they lie."""
+    names = tuple(
+        name
+        for name in plan_mma.LOADED_WIDE
+        if name not in copies and plan_mma.needs_copy(problem, name)
+    )
+    for name in names:
         reasons.append(
-            "logits are scaled before the softmax: a scale that isn't positive, or so "
-            "small that it counts as 0, can't be taken out of a maximum"
+            f"{name} is copied: mma loads 16 bytes at a time, so its channels must lie "
+            "side by side and its rows start at multiples of 16 bytes"
         )
-    if problem.precision == "tf32":
-        reasons.append("precision='tf32' is not made use of: simt has no tensor cores")
+    return names
+
+
+def _variant(problem: Problem, family: str) -> Variant:
+    bias = problem.operand("bias")
     return Variant(
         left=problem.left is not None,
         right=problem.right is not None,
@@ -187,161 +194,21 @@ def _variant(problem: Problem, reasons: list[str]) -> Variant:
         alibi=problem.has("alibi_slopes"),
         bias=None if bias is None else bias.dtype,
         mask=problem.has("mask"),
-        scale_first=scale_first,
+        scale_first=problem.scale < float(np.finfo(accumulator(problem.dtype)).tiny),
+        tf32=problem.precision == "tf32" and family == "mma",
+        ragged=family == "mma" and plan_mma.is_ragged(problem),
     )
 
 
-def _blocks(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-class _Builder:
-    """Collects the launches of one call."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        device: DeviceInfo,
-        variant: Variant,
-        tile: SimtTile | None,
-        reasons: list[str],
-    ) -> None:
-        self.problem = problem
-        self.device = device
-        self.variant = variant
-        self.tile = tile
-        self.reasons = reasons
-        self.batch_axes = len(merge_batch_axes(problem).shape)
-        self.sums = accumulator(problem.dtype)
-        self.steps: list[Step] = []
-        self.workspace: list[Workspace] = []
-        self.cleared: list[str] = []
-        self.dbias_splits = 1
-
-    def forward(self) -> None:
-        p = self.problem
-        tile = self._tile("forward", configs.SIMT_FORWARD)
-        chunks = _blocks(p.head_dim_v, tile.chunk_v)
-        if chunks > 1:
-            self.reasons.append(
-                f"head_dim_v {p.head_dim_v} is spread over {chunks} blocks, each of "
-                "which recomputes the logits"
-            )
-        rows = _blocks(p.seqlen_q, tile.rows)
-        self._step("forward", tile, p.batch * p.heads_q * rows * chunks)
-
-    def backward(self) -> None:
-        p = self.problem
-        self.reasons.append(
-            "each gradient has a kernel of its own and none adds by atomics, so every "
-            "run gives the same bits"
+def _about_variant(problem: Problem, variant: Variant) -> list[str]:
+    reasons = []
+    if variant.scale_first:
+        reasons.append(
+            "logits are scaled before the softmax: a scale that isn't positive, or so "
+            "small that it counts as 0, can't be taken out of a maximum"
         )
-        self._workspace("delta", (p.batch, p.heads_q, p.seqlen_q))
-        self._pass("delta", None, _blocks(p.batch * p.heads_q * p.seqlen_q, 4))
-        tile = self._tile("backward_dq", configs.SIMT_BACKWARD)
-        rows, chunks = _blocks(p.seqlen_q, tile.rows), _blocks(p.head_dim, tile.chunk_d)
-        self._step("backward_dq", tile, p.batch * p.heads_q * rows * chunks)
-        tile = self._tile("backward_dkdv", configs.SIMT_BACKWARD)
-        rows = _blocks(p.seqlen_k, tile.rows)
-        chunks = max(
-            _blocks(p.head_dim, tile.chunk_d), _blocks(p.head_dim_v, tile.chunk_v)
-        )
-        self._step("backward_dkdv", tile, p.batch * p.heads_kv * rows * chunks)
-        if p.bias_grad:
-            self._dbias()
-
-    def _dbias(self) -> None:
-        """Plan the bias's gradient; the counts are those of common/bias_tile.cuh."""
-        p = self.problem
-        tile = self._tile("backward_dbias", configs.SIMT_BACKWARD_DBIAS)
-        dbias = p.operand("dbias")
-        counts = (
-            *p.batch_shape,
-            p.heads_q,
-            _blocks(p.seqlen_q, tile.rows),
-            _blocks(p.seqlen_k, tile.columns),
-        )
-        owned = summed = 1
-        for count, stride in zip(counts, dbias.strides, strict=True):
-            if stride == 0:
-                summed *= count
-            else:
-                owned *= count
-        if owned == 0 or summed == 0:
-            self.cleared.append("dbias")
-            return
-        # Enough blocks to fill the GPU, as far as there is something to share out.
-        wanted = 4 * self.device.multiprocessors
-        splits = max(1, min(summed, wanted // owned))
-        # No empty part at the end: each takes the same number of tiles, rounded up.
-        splits = _blocks(summed, _blocks(summed, splits))
-        self.dbias_splits = splits
-        self.reasons.append(
-            f"dbias: {owned} tiles, {summed} tiles of logits summed in each"
-            + (f", in {splits} parts" if splits > 1 else "")
-        )
-        self._step("backward_dbias", tile, owned * splits)
-        if splits > 1:
-            self._workspace("dbias_partial", (owned * splits, tile.rows, tile.columns))
-            self._pass("reduce_dbias", tile, owned)
-
-    def _tile(self, kernel: str, table: tuple[configs.SimtRow, ...]) -> SimtTile:
-        """Take the first row whose limits hold and which fits the GPU."""
-
-        def fits(tile: SimtTile) -> bool:
-            spec = self._spec(kernel, tile)
-            resident = tile.resident and kernel != "backward_dbias"
-            return spec.shared_memory <= self.device.shared_memory and (
-                not resident or self._resident(kernel, tile)
-            )
-
-        if self.tile is not None and kernel != "backward_dbias":
-            if not fits(self.tile):
-                raise ValueError(
-                    f"config asks for tile {self.tile.name}, which doesn't fit: "
-                    f"{self._spec(kernel, self.tile).shared_memory} of "
-                    f"{self.device.shared_memory} bytes of shared memory, head_dim "
-                    f"{self.problem.head_dim} and {self.problem.head_dim_v}"
-                )
-            return self.tile
-        for row in table:
-            applies = (
-                row.accumulator == self.sums.itemsize
-                and self.problem.head_dim <= (row.max_head_dim or math.inf)
-                and self.problem.head_dim_v <= (row.max_head_dim_v or math.inf)
-            )
-            if applies and fits(row.tile):
-                self.reasons.append(f"{kernel}: tile {row.tile.name}")
-                return row.tile
-        raise AssertionError("the last rows of a table fit every GPU")
-
-    def _resident(self, kernel: str, tile: SimtTile) -> bool:
-        """Whether the block's own rows fit one chunk of channels."""
-        p = self.problem
-        return p.head_dim <= tile.chunk_d and (
-            kernel == "forward" or p.head_dim_v <= tile.chunk_v
-        )
-
-    def _spec(self, kernel: str, tile: SimtTile) -> KernelSpec:
-        return KernelSpec(
-            "simt", kernel, self.problem.dtype, self.variant, tile, tile.threads,
-            self.batch_axes,
-        )  # fmt: skip
-
-    def _step(self, kernel: str, tile: SimtTile, grid: int) -> None:
-        if grid > 0:
-            self.steps.append(Step(self._spec(kernel, tile), min(grid, _MAX_GRID)))
-
-    def _pass(self, kernel: str, tile: SimtTile | None, grid: int) -> None:
-        if grid == 0:
-            return
-        # The passes look at the shape of dbias and of its bias, at no other feature.
-        variant = Variant(bias=self.variant.bias if tile is not None else None)
-        spec = KernelSpec(
-            "passes", kernel, self.problem.dtype, variant, tile, configs.PASS_THREADS,
-            self.batch_axes,
-        )  # fmt: skip
-        self.steps.append(Step(spec, min(grid, _MAX_GRID)))
-
-    def _workspace(self, name: str, shape: tuple[int, ...]) -> None:
-        self.workspace.append(Workspace(name, shape, self.sums))
+    if variant.tf32:
+        reasons.append("precision='tf32': products of 10-bit mantissas")
+    elif problem.precision == "tf32":
+        reasons.append("precision='tf32' is not made use of: simt has no tensor cores")
+    return reasons

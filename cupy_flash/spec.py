@@ -10,43 +10,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .configs import SimtTile
 from .dtypes import ELEMENT_TYPES
 from .params import params_dtype
+from .tiles import Tile
+from .variant import Variant
 
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The features that are compiled into a kernel."""
-
-    left: bool = False
-    right: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    bias: np.dtype | None = None
-    mask: bool = False
-    scale_first: bool = False
-
-    @property
-    def name(self) -> str:
-        """The features in a kernel's name; empty if there are none."""
-        parts = [
-            name
-            for name in ("left", "right", "softcap", "alibi", "mask", "scale_first")
-            if getattr(self, name)
-        ]
-        if self.bias is not None:
-            parts.append(f"bias_{ELEMENT_TYPES[self.bias].short}")
-        return "_".join(parts)
-
-
-# Kernel: its header, its function, and the struct of its shared memory if it has one.
+# Kernel: its header, and the struct of its shared memory if it has one.
 _KERNELS = {
-    ("simt", "forward"): ("simt/forward.cuh", "simt::ForwardStorage"),
-    ("simt", "backward_dq"): ("simt/backward_dq.cuh", "simt::BackwardStorage"),
-    ("simt", "backward_dkdv"): ("simt/backward_dkdv.cuh", "simt::BackwardStorage"),
-    ("simt", "backward_dbias"): ("simt/backward_dbias.cuh", "simt::BackwardStorage"),
+    ("simt", "forward"): ("simt/forward.cuh", "simt::ForwardStorage<Traits>"),
+    ("simt", "backward_dq"): ("simt/backward_dq.cuh", "simt::BackwardStorage<Traits>"),
+    ("simt", "backward_dkdv"): (
+        "simt/backward_dkdv.cuh",
+        "simt::BackwardStorage<Traits>",
+    ),
+    ("simt", "backward_dbias"): (
+        "simt/backward_dbias.cuh",
+        "simt::BackwardStorage<Traits>",
+    ),
+    ("mma", "forward"): ("mma/forward.cuh", "mma::ForwardStorage<Traits>"),
+    ("mma", "backward"): ("mma/backward.cuh", "mma::BackwardStorage<Traits, true>"),
+    ("mma", "backward_dkdv"): (
+        "mma/backward.cuh",
+        "mma::BackwardStorage<Traits, false>",
+    ),
+    ("mma", "backward_dq"): ("mma/backward_dq.cuh", "mma::BackwardDqStorage<Traits>"),
+    ("mma", "backward_dbias"): (
+        "mma/backward_dbias.cuh",
+        "mma::BackwardDbiasStorage<Traits>",
+    ),
     ("passes", "delta"): ("passes/delta.cuh", None),
+    ("mma", "convert_dq"): ("mma/convert_dq.cuh", "mma::ConvertDqStorage<Traits>"),
     ("passes", "reduce_dbias"): ("passes/reduce_dbias.cuh", None),
 }
 
@@ -59,7 +52,7 @@ class KernelSpec:
     kernel: str
     dtype: np.dtype
     variant: Variant
-    tile: SimtTile | None
+    tile: Tile | None
     threads: int
     batch_axes: int
 
@@ -83,17 +76,9 @@ class KernelSpec:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory; the compiler checks the number."""
-        if self.tile is None or self.family != "simt":
+        if self.tile is None or _KERNELS[self.family, self.kernel][1] is None:
             return 0
-        t = self.tile
-        size = ELEMENT_TYPES[self.dtype].accumulator.itemsize
-        widest = max(t.chunk_d, t.chunk_v)
-        weights = t.rows * _pitch(t.columns, size)
-        if self.kernel == "forward":
-            own = t.rows * _pitch(t.chunk_d, size)
-            return size * (own + t.columns * _pitch(widest, size) + weights)
-        copies = 2 if t.resident else 1
-        return size * (copies * (t.rows + t.columns) * _pitch(widest, size) + weights)
+        return self.tile.shared_memory(self.kernel, self.dtype, self.variant)
 
     def tail(self) -> str:
         """Return the end of the translation unit: traits and wrapper."""
@@ -108,17 +93,13 @@ class KernelSpec:
             "Bias": v.bias is not None,
             "Mask": v.mask,
             "ScaleFirst": v.scale_first,
+            "Ragged": v.ragged,
         }
         numbers = {"BatchAxes": self.batch_axes, "Threads": self.threads}
         blocks = 1
         if self.tile is not None:
-            flags["Resident"] = self.tile.resident
-            numbers |= {
-                "Rows": self.tile.rows,
-                "Columns": self.tile.columns,
-                "ChunkD": self.tile.chunk_d,
-                "ChunkV": self.tile.chunk_v,
-            }
+            for name, value in self.tile.constants(self.dtype, v).items():
+                (flags if isinstance(value, bool) else numbers)[name] = value
             blocks = self.tile.blocks
         lines = ["struct Traits {"]
         lines += [f"  using {name} = {cuda};" for name, cuda in types.items()]
@@ -134,8 +115,7 @@ class KernelSpec:
         storage = _KERNELS[self.family, self.kernel][1]
         if storage is not None:
             lines.append(
-                f"static_assert(sizeof({storage}<Traits>) == {self.shared_memory}, "
-                '"spec.py");'
+                f'static_assert(sizeof({storage}) == {self.shared_memory}, "spec.py");'
             )
         lines += [
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {blocks})',
@@ -145,8 +125,3 @@ class KernelSpec:
         ]
         body = "\n".join(lines)
         return f"namespace cupy_flash {{\n\n{body}\n\n}}  // namespace cupy_flash\n"
-
-
-def _pitch(columns: int, itemsize: int) -> int:
-    """Elements from one row of a shared-memory tile to the next."""
-    return columns + 16 // itemsize

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .configs import FAMILIES, SimtTile
+from .configs import FAMILIES, MmaTile, SimtTile
 from .device import Device, owner
 from .dtypes import ELEMENT_TYPES, FLOAT_NAMES, accumulator
 from .problem import ArrayInfo, Operand, Options, Problem
@@ -468,7 +468,8 @@ def _expect_shape(
 
 def _check_config(config: object) -> None:
     known = isinstance(config, str) and config in FAMILIES
-    if config is not None and not known and not isinstance(config, SimtTile):
+    known = known or isinstance(config, (MmaTile, SimtTile))
+    if config is not None and not known:
         raise ValueError(
             f"config is {config!r}; accepted: None, one of the families {FAMILIES}, or "
             "a tile of cupy_flash.configs"

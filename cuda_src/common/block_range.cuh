@@ -14,11 +14,13 @@ struct Range {
 template <class Traits>
 struct Band {
   Seqlen seqlen;
-  i64 low;
-  i64 high;
+  int low;
+  int high;
 
   CUPY_FLASH_DEVICE Band(const Params<Traits::kBatchAxes>& params, const Seqlen& lengths)
-      : seqlen(lengths), low(lengths.offset - params.left), high(lengths.offset + params.right) {}
+      : seqlen(lengths),
+        low(clamp(lengths.offset - params.left)),
+        high(clamp(lengths.offset + params.right)) {}
 
   CUPY_FLASH_DEVICE bool contains(int i, int j) const {
     bool inside = i < seqlen.q && j < seqlen.k;
@@ -39,22 +41,32 @@ struct Band {
   CUPY_FLASH_DEVICE Range keys_of(int q0, int q1) const {
     q1 = min_of(q1, seqlen.q);
     if (q0 >= q1) return {0, 0};
-    i64 begin = 0;
-    i64 end = seqlen.k;
-    if constexpr (Traits::kBandLeft) begin = max_of(begin, q0 + low);
-    if constexpr (Traits::kBandRight) end = min_of(end, q1 + high);
-    return {int(min_of(begin, i64(seqlen.k))), int(max_of(end, i64(0)))};
+    Range keys = {0, seqlen.k};
+    if constexpr (Traits::kBandLeft) keys.begin = within(i64(q0) + low, seqlen.k);
+    if constexpr (Traits::kBandRight) keys.end = within(i64(q1) + high, seqlen.k);
+    return keys;
   }
 
   // The queries that may see some key in [k0, k1).
   CUPY_FLASH_DEVICE Range queries_of(int k0, int k1) const {
     k1 = min_of(k1, seqlen.k);
     if (k0 >= k1) return {0, 0};
-    i64 begin = 0;
-    i64 end = seqlen.q;
-    if constexpr (Traits::kBandRight) begin = max_of(begin, k0 - high);
-    if constexpr (Traits::kBandLeft) end = min_of(end, k1 - low);
-    return {int(min_of(begin, i64(seqlen.q))), int(max_of(end, i64(0)))};
+    Range queries = {0, seqlen.q};
+    if constexpr (Traits::kBandRight) queries.begin = within(i64(k0) - high, seqlen.q);
+    if constexpr (Traits::kBandLeft) queries.end = within(i64(k1) - low, seqlen.q);
+    return queries;
+  }
+
+ private:
+  // No two tokens are further apart than an int can tell.
+  CUPY_FLASH_DEVICE static int clamp(i64 distance) {
+    constexpr i64 kFurthest = 0x7fffffff;
+    return int(max_of(min_of(distance, kFurthest), -kFurthest));
+  }
+
+  // The nearest to `x` of 0 ... length.
+  CUPY_FLASH_DEVICE static int within(i64 x, int length) {
+    return int(max_of(min_of(x, i64(length)), i64(0)));
   }
 };
 

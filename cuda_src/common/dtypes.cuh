@@ -94,6 +94,8 @@ CUPY_FLASH_DEVICE float log_of(float x) { return logf(x); }
 CUPY_FLASH_DEVICE double log_of(double x) { return log(x); }
 CUPY_FLASH_DEVICE float tanh_of(float x) { return tanhf(x); }
 CUPY_FLASH_DEVICE double tanh_of(double x) { return tanh(x); }
+CUPY_FLASH_DEVICE float abs_of(float x) { return fabsf(x); }
+CUPY_FLASH_DEVICE double abs_of(double x) { return fabs(x); }
 CUPY_FLASH_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }
 CUPY_FLASH_DEVICE double max_of(double a, double b) { return fmax(a, b); }
 CUPY_FLASH_DEVICE float min_of(float a, float b) { return fminf(a, b); }
@@ -101,8 +103,8 @@ CUPY_FLASH_DEVICE double min_of(double a, double b) { return fmin(a, b); }
 CUPY_FLASH_DEVICE float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
 CUPY_FLASH_DEVICE double fma_of(double a, double b, double c) { return fma(a, b, c); }
 
-CUPY_FLASH_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
-CUPY_FLASH_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
+CUPY_FLASH_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
+CUPY_FLASH_DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 CUPY_FLASH_DEVICE i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
 CUPY_FLASH_DEVICE i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
 

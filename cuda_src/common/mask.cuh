@@ -27,12 +27,12 @@ struct Mask {
         query_stride(params.mask_strides.axis[1]),
         key_stride(params.mask_strides.axis[2]) {}
 
-  CUPY_FLASH_DEVICE bool visible(int i, int j) const {
-    bool seen = band.contains(i, j);
-    if constexpr (Traits::kMask) {
-      seen = seen && keep[i * query_stride + j * key_stride] != 0;
-    }
-    return seen;
+  CUPY_FLASH_DEVICE bool visible(int i, int j) const { return band.contains(i, j) && keeps(i, j); }
+
+  // Whether the boolean mask keeps a pair, which lies inside the sequences.
+  CUPY_FLASH_DEVICE bool keeps(int i, int j) const {
+    if constexpr (Traits::kMask) return keep[i * query_stride + j * key_stride] != 0;
+    return true;
   }
 
   // Whether `visible` is true of the whole tile, so that it need not be asked.

@@ -41,6 +41,7 @@ struct Params {
   void* dbias;
   void* delta;          // workspace: rowsum(dO * O) - dlse, (batch, heads_q, seqlen_q)
   void* dbias_partial;  // workspace: one tile of dbias for each split
+  void* dq_sums;        // workspace: dq before scaling, in the order of mma fragments
 
   SequenceStrides<kBatchAxes> q_strides;
   SequenceStrides<kBatchAxes> k_strides;

@@ -1,44 +1,80 @@
 // delta_i = sum over channels of dO_i * O_i, minus dlse_i: what the softmax's derivative subtracts
-// from dP in row i. One warp per row.
+// from dP in row i. Eight lanes for a row.
 #pragma once
 
+#include "common/pack.cuh"
 #include "common/seqlen.cuh"
 
 namespace cupy_flash {
 namespace passes {
 
+// Of this lane's part of a row.
+template <class Element, int kLanes>
+CUPY_FLASH_DEVICE Accumulator<Element> partial_delta(const Matrix<const Element>& out,
+                                                     const Matrix<const Element>& dout, int row,
+                                                     int lane, int columns, bool whole_packs) {
+  using Acc = Accumulator<Element>;
+  constexpr int kPack = 16 / int(sizeof(Element));
+  Acc sum = Acc(0);
+  if (whole_packs) {
+    for (int c = lane * kPack; c < columns; c += kLanes * kPack) {
+      const auto a = read_pack<Element, kPack>(dout.at(row, c));
+      const auto b = read_pack<Element, kPack>(out.at(row, c));
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) {
+        sum = fma_of(Acc(widen(a.element[e])), Acc(widen(b.element[e])), sum);
+      }
+    }
+  } else {
+    for (int c = lane; c < columns; c += kLanes) {
+      sum = fma_of(Acc(widen(*dout.at(row, c))), Acc(widen(*out.at(row, c))), sum);
+    }
+  }
+  return sum;
+}
+
+template <class Element>
+CUPY_FLASH_DEVICE bool has_whole_packs(const Matrix<const Element>& matrix, int columns) {
+  const i64 bytes = reinterpret_cast<i64>(matrix.data) |
+                    ((matrix.row_stride | i64(columns)) * i64(sizeof(Element)));
+  return matrix.column_stride == 1 && bytes % 16 == 0;
+}
+
 template <class Traits>
 CUPY_FLASH_DEVICE void delta(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
   using Acc = Accumulator<Element>;
-  constexpr int kWarps = Traits::kThreads / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
+  constexpr int kLanes = 8;  // for a row
+  constexpr int kRows = Traits::kThreads / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int columns = int(params.head_dim_v);
   const i64 rows = batch_size(params) * params.heads_q * params.seqlen_q;
   Acc* const delta = static_cast<Acc*>(params.delta);
 
-  for (i64 row = i64(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; row < rows;
-       row += i64(gridDim.x) * kWarps) {
+  // All lanes of a warp make the same number of rounds, for the sums over lanes.
+  for (i64 first = i64(blockIdx.x) * kRows; first < rows; first += i64(gridDim.x) * kRows) {
+    const i64 row = first + threadIdx.x / kLanes;
     const int i = int(row % params.seqlen_q);
     const i64 rest = row / params.seqlen_q;
     const int head = int(rest % params.heads_q);
     const BatchIndex<Traits::kBatchAxes> batch(params, rest / params.heads_q);
+    const bool counts = row < rows && i < Seqlen(params, batch).q;
     Acc sum = Acc(0);
-    if (i < Seqlen(params, batch).q) {
+    if (counts) {
       const auto out = head_matrix<const Element>(params.out, params.out_strides, batch, head);
       const auto dout = head_matrix<const Element>(params.dout, params.dout_strides, batch, head);
-      for (int d = lane; d < params.head_dim_v; d += kWarpSize) {
-        sum = fma_of(Acc(widen(*dout.at(i, d))), Acc(widen(*out.at(i, d))), sum);
-      }
-#pragma unroll
-      for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-      }
-      if (params.dlse != nullptr) {
-        const auto dlse = head_vector<const Acc>(params.dlse, params.dlse_strides, batch, head);
-        sum -= dlse.data[i * dlse.stride];
-      }
+      const bool whole_packs = has_whole_packs(out, columns) && has_whole_packs(dout, columns);
+      sum = partial_delta<Element, kLanes>(out, dout, i, lane, columns, whole_packs);
     }
-    if (lane == 0) delta[row] = sum;
+#pragma unroll
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+    }
+    if (counts && params.dlse != nullptr) {
+      const auto dlse = head_vector<const Acc>(params.dlse, params.dlse_strides, batch, head);
+      sum -= dlse.data[i * dlse.stride];
+    }
+    if (lane == 0 && row < rows) delta[row] = sum;
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "common/batch.cuh"
 #include "common/dtypes.cuh"
+#include "common/pack.cuh"
 
 namespace cupy_flash {
 namespace simt {
@@ -21,16 +22,6 @@ struct Tile {
 
   CUPY_FLASH_DEVICE Acc* row(int r) { return data + r * kPitch; }
 };
-
-template <class Acc, int kCount>
-struct alignas(sizeof(Acc) * kCount) Pack {
-  Acc element[kCount];
-};
-
-template <class Acc, int kCount>
-CUPY_FLASH_DEVICE Pack<Acc, kCount> read_pack(const Acc* from) {
-  return *reinterpret_cast<const Pack<Acc, kCount>*>(from);
-}
 
 // A warp is kWarpWidth threads wide. The hardware serves 16-byte reads half a warp at a time, 128
 // bytes per clock, so that a width of 8 reads the right factor twice as fast as 16; with 16, half a

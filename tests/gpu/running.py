@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 import cupy_flash
 from cupy_flash import launch
-from cupy_flash.configs import SimtTile
+from cupy_flash.configs import Tile
 from cupy_flash.device import cupy_device
 from cupy_flash.spec import KernelSpec
 
@@ -36,8 +38,10 @@ try:
 except ImportError:  # then every test here is skipped
     cp = None
 
-# A family, a tile for both directions, or one tile for each.
-Config = str | SimtTile | tuple[SimtTile, SimtTile]
+# A family or a tile, for both directions or for each.
+Config = str | Tile | tuple[str | Tile, str | Tile]
+# What an error says of a family or a tile that the call can't have on this GPU.
+_REFUSALS = ("can't be had", "doesn't fit")
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,10 @@ def run(
     *,
     gradients: bool = True,
     given: Mapping[str, Any] | None = None,
+    deterministic: bool = True,
     **extra: Any,
 ) -> dict[str, Array]:
-    """Run forward and backward on the GPU.
+    """Run forward and backward on the GPU, or skip what the family can't do there.
 
     Checks what holds of every call: kinds, shapes and dtypes of the results, that
     arrays which were given are returned, and that no input was written. What the
@@ -135,16 +140,48 @@ def run(
     Parameters
     ----------
     given : arrays for out, dq, dk and dv
+    deterministic : True, so that results can be compared bit by bit
     **extra : further arguments of `flash_attention_backward`
 
     Returns
     -------
     dict with out, lse and, with gradients, dq, dk, dv and (if there is a bias) dbias
     """
-    given = given or {}
-    forward_config, backward_config = (
-        config if isinstance(config, tuple) else (config, config)
-    )
+    with skipping_refusals():
+        return _run(
+            inputs, _both(config), gradients, given or {},
+            {"deterministic": deterministic, **extra},
+        )  # fmt: skip
+
+
+def _both(config: Config) -> tuple[str | Tile, str | Tile]:
+    return config if isinstance(config, tuple) else (config, config)
+
+
+@contextlib.contextmanager
+def skipping_refusals() -> Iterator[None]:
+    """Skip the test if a family or a tile can't serve the call on this GPU."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_refusal(error):
+            raise
+        pytest.skip(str(error))
+
+
+def is_refusal(error: ValueError) -> bool:
+    """Whether an error says that ``config=`` asks for what the GPU can't do."""
+    return any(words in str(error) for words in _REFUSALS)
+
+
+def _run(
+    inputs: Inputs,
+    configs: tuple[str | Tile, str | Tile],
+    gradients: bool,
+    given: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Array]:
+    forward_config, backward_config = configs
     copies = {name: mirror(x) for name, x in inputs.arrays.items()}
     arrays = {name: copy.array for name, copy in copies.items()}
     q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
@@ -191,20 +228,34 @@ def check(
 ) -> dict[str, Array]:
     """`run`, held against the float64 reference; returns the results.
 
+    Where dq can also be summed by atomics, that is checked too; the results returned
+    are those that come with the same bits each time.
+
     Parameters
     ----------
     huge : the logits are so large that one ulp of lse is far from 0. Weights made from
         lse are then off by exp(ulp), so that of the gradients only NaN is checked.
     """
-    results = run(inputs, config, gradients=gradients, **keywords)
     if huge:
-        for name, x in results.items():
-            assert not np.isnan(x.astype(np.float64)).any(), name
         truths = expect(inputs, gradients=False, terms=False)
     elif truths is None:
         truths = expect(inputs, gradients=gradients)
-    compare({name: results[name] for name in truths}, truths)
+    ways = [keywords]
+    if gradients and "deterministic" not in keywords and has_atomics(config):
+        ways.insert(0, keywords | {"deterministic": False})
+    for way in ways:
+        results = run(inputs, config, gradients=gradients, **way)
+        if huge:
+            for name, x in results.items():
+                assert not np.isnan(x.astype(np.float64)).any(), name
+        compare({name: results[name] for name in truths}, truths)
     return results
+
+
+def has_atomics(config: Config) -> bool:
+    """Whether gradients come otherwise if they needn't be the same bits each time."""
+    _, backward = _both(config)
+    return (backward if isinstance(backward, str) else backward.family) != "simt"
 
 
 def check_case(case: Case, config: Config, **keywords: Any) -> dict[str, Array]:
@@ -214,26 +265,32 @@ def check_case(case: Case, config: Config, **keywords: Any) -> dict[str, Array]:
 
 
 def specs(case: Case, config: Config, device: str) -> Iterator[KernelSpec]:
-    """Return the kernels that `check_case` needs on a GPU such as "sm_90"."""
+    """Yield the kernels that `check_case` needs on a GPU such as "sm_90".
+
+    Raises
+    ------
+    ValueError
+        If the family or tile can't serve the case there.
+    """
     inputs = make(case)
     arrays = inputs.arrays
     q, k, v = (arrays.pop(name) for name in "qkv")
     del arrays["dout"]
     options = {**inputs.scalars, **arrays, "device": device}
     dlse = options.pop("dlse", None)
-    forward_config, backward_config = (
-        config if isinstance(config, tuple) else (config, config)
-    )
+    forward_config, backward_config = _both(config)
     plans = [
         cupy_flash.explain(q, k, v, **options, return_lse=True, config=forward_config)
     ]
     if case.gradients:
-        plans.append(
+        plans += [
             cupy_flash.explain(
                 q, k, v, **options, dlse=dlse, bias_grad=case.bias is not None,
                 direction="backward", config=backward_config,
+                deterministic=deterministic,
             )
-        )  # fmt: skip
+            for deterministic in ((False, True) if has_atomics(config) else (True,))
+        ]  # fmt: skip
     for plan in plans:
         for step in plan.steps:
             yield step.spec
@@ -254,7 +311,11 @@ def specs_of_parameters(
     }
     found: dict[KernelSpec, None] = {}
     for case, config in pairs:
-        found |= dict.fromkeys(specs(case, config, device))
+        try:
+            found |= dict.fromkeys(specs(case, config, device))
+        except ValueError as error:
+            if not is_refusal(error):
+                raise
     return found
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cupy_flash import configs
-from cupy_flash.configs import SimtRow, SimtTile
+from cupy_flash.configs import MMA_DEPTHS, MmaRow, MmaTile, SimtRow, SimtTile
 
 from .. import cases
 from ..cases import FAMILIES, MEMORY, Case, allocate, make
-from .running import check_case, output_copies
+from .running import Config, check_case, is_refusal, output_copies, specs
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -139,8 +139,55 @@ def test_forced_tile(case: Case, config: tuple[SimtTile, SimtTile]) -> None:
     check_case(case, config)
 
 
-@pytest.mark.parametrize("config", [configs.SIMT_BACKWARD[-2].tile])
+def forced_mma_tiles() -> list[pytest.ParameterSet]:
+    """Each row of the tables of `mma` with each of the cases, for its largest heads.
+
+    A tile in backward is that of all its kernels, so that those made for dq alone get
+    heads for which dk and dv have room too. There is no way to force a tile for dbias.
+    """
+    found = []
+    for direction, table in (
+        ("forward", configs.MMA_FORWARD),
+        ("backward", configs.MMA_BACKWARD),
+        ("backward_dq", configs.MMA_BACKWARD_DQ),
+    ):
+        for row in table:
+            for case in cases.TILES:
+                sized, config = largest(case, row, direction)
+                name = f"{direction}-{config[direction != 'forward'].name}-{sized}"
+                found.append(pytest.param(sized, config, id=name))
+    return found
+
+
+def largest(
+    case: Case, row: MmaRow, direction: str
+) -> tuple[Case, tuple[Config, Config]]:
+    """Return a case with the largest head that a row's tile can do on a big GPU."""
+    dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[row.itemsize]
+    for depth in reversed(MMA_DEPTHS):
+        tile = row.tile(depth - 6, depth - 6)
+        if tile is None:
+            continue
+        sized = replace(case, dtype=dtype, d=depth - 6)
+        config = (tile, "mma") if direction == "forward" else ("mma", tile)
+        try:
+            list(specs(sized, config, "sm_90"))
+        except ValueError as error:
+            assert is_refusal(error)
+        else:
+            return sized, config
+    raise AssertionError(f"no head fits {row}")
+
+
+@pytest.mark.parametrize(("case", "config"), forced_mma_tiles())
+def test_forced_mma_tile(case: Case, config: tuple[Config, Config]) -> None:
+    check_case(case, config)
+
+
+@pytest.mark.parametrize(
+    "config", [configs.SIMT_BACKWARD[-2].tile, MmaTile(64, 32, 64, 64, 4)]
+)
 @over((Case("one_tile", **cases.SINGLE, sq=100, sk=150, causal=True),))
-def test_one_tile_for_both_directions(case: Case, config: SimtTile) -> None:
+def test_one_tile_for_both_directions(case: Case, config: SimtTile | MmaTile) -> None:
     """`config=` is one argument of `flash_attention_vjp`, so a tile must do both."""
     check_case(case, config)

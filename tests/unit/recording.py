@@ -20,6 +20,11 @@ from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
 
 _ALIGNMENT = 256  # of what a GPU allocates
+# A GPU for each family: the one that serves its calls.
+GPUS = {
+    "simt": DeviceInfo("recorder", 70, 132, 227 * 1024, (13, 0)),
+    "mma": DeviceInfo("recorder", 90, 132, 227 * 1024, (13, 0)),
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Launch:
     ----------
     live : frozenset of int
         Addresses of the workspace that existed when the kernel was launched.
+    cleared : frozenset of int
+        Addresses of what had been filled with zeros.
     """
 
     spec: KernelSpec
@@ -38,6 +45,7 @@ class Launch:
     shared: int
     params: np.ndarray
     live: frozenset[int]
+    cleared: frozenset[int]
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -89,16 +97,18 @@ class RecordingDevice:
     ----------
     launches, temporaries : what was launched and allocated, in order
     copied : shapes of what `dense_copy` copied
+    cleared : addresses of what was filled with zeros
     requested : kernels in the order in which they were asked for
     compiled : those of them that were new
     downloads : number of copies to the host
     active_depth : how many times it is the current device right now
     """
 
-    info: DeviceInfo = DeviceInfo("recorder", 90, 132, 227 * 1024, (13, 0))
+    info: DeviceInfo = GPUS["mma"]
     launches: list[Launch] = field(default_factory=list)
     temporaries: list[Temporary] = field(default_factory=list)
     copied: list[tuple[int, ...]] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
     requested: list[KernelSpec] = field(default_factory=list)
     compiled: list[KernelSpec] = field(default_factory=list)
     downloads: int = 0
@@ -142,9 +152,12 @@ class RecordingDevice:
         )
         return array
 
-    def dense_copy(self, array: Any) -> np.ndarray:
-        """Return an aligned C-contiguous copy."""
-        copy = self.temporary(array.shape, array.dtype)
+    def dense_copy(self, array: Any, multiple: int = 1) -> np.ndarray:
+        """Return an aligned copy whose rows start at multiples of some elements."""
+        rows, columns = array.shape[:-1], array.shape[-1:]
+        padded = tuple(-(-n // multiple) * multiple for n in columns)
+        whole = self.temporary((*rows, *padded), array.dtype)
+        copy = whole[(..., *map(slice, array.shape))]
         copy[...] = array
         self.copied.append(copy.shape)
         return copy
@@ -153,6 +166,7 @@ class RecordingDevice:
         """Fill an array with zeros."""
         assert self.active_depth, "cleared while another device is current"
         array[...] = 0
+        self.cleared.append(self.pointer(array))
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return the array as a plain NumPy array."""
@@ -183,7 +197,8 @@ class RecordingDevice:
         """Record a launch."""
         assert self.active_depth, "launched while another device is current"
         live = frozenset(t.address for t in self.temporaries if t.array() is not None)
-        self.launches.append(Launch(kernel, grid, block, shared, params, live))
+        cleared = frozenset(self.cleared)
+        self.launches.append(Launch(kernel, grid, block, shared, params, live, cleared))
 
 
 class DeviceArray(np.ndarray):

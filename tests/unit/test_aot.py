@@ -16,6 +16,7 @@ import pytest
 import cupy_flash
 from cupy_flash import aot, compiler, configs, explain, precompile
 from cupy_flash.aot import Call
+from cupy_flash.configs import FAMILIES
 from cupy_flash.device import NoDeviceError, hypothetical
 from cupy_flash.dtypes import ELEMENT_TYPES, parse_dtype
 from cupy_flash.problem import Options
@@ -96,9 +97,11 @@ def test_a_call_is_planned_as_one_with_arrays(layout: str, direction: str) -> No
 
 
 def test_a_call_of_any_size_needs_no_memory() -> None:
-    huge = Call(Options("forward"), FLOAT16, 128, 128, batch=100, seqlen_q=2**24)
-    (step,) = huge.plan(hypothetical("sm_90")).steps
-    assert step.grid == 100 * 16 * 2**24 // 64
+    for family in FAMILIES:
+        options = Options("forward", config=family)
+        huge = Call(options, FLOAT16, 128, 128, batch=100, seqlen_q=2**24)
+        (step,) = huge.plan(hypothetical("sm_90")).steps
+        assert step.grid == 100 * 16 * 2**24 // step.spec.tile.rows
 
 
 def test_a_wrong_call_is_refused_as_with_arrays() -> None:
@@ -134,11 +137,19 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", FAMILIES)
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_call_finds_all_its_kernels(
-    options: dict[str, Any], dtype: str, wanted: list[KernelSpec]
+    options: dict[str, Any],
+    dtype: str,
+    config: str,
+    deterministic: bool,
+    wanted: list[KernelSpec],
 ) -> None:
     """Whatever its batch, lengths and heads are."""
+    options = options | {"config": config, "deterministic": deterministic}
     precompile(64, dtype, **options, device="sm_86")
+    assert {spec.family for spec in wanted} <= {config, "passes"}
     for direction in ("forward", "backward"):
         kernels = kernels_of_a_call(64, np.dtype(dtype), direction=direction, **options)
         assert kernels and kernels <= set(wanted)
@@ -198,6 +209,7 @@ def test_buckets_cover_the_tables() -> None:
         for row in table:
             assert row.max_head_dim in (None, *buckets)
             assert (row.max_head_dim or 0) < buckets[-1]
+    assert set(configs.MMA_DEPTHS) < set(buckets)
 
 
 @pytest.mark.parametrize(

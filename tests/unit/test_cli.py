@@ -208,9 +208,11 @@ def test_explain_is_that_of_the_function(run: Run) -> None:
         (["--window", "7,0"], "_left_right"),
         (["--layout", "bhsd"], "queries 4096 x 16 heads"),
         (["--precision", "tf32", "--dtype", "fp32"], "tf32"),
-        (["--dtype", "fp64"], "forward_simt_fp64"),
+        (["--dtype", "fp64"], "forward_mma_fp64"),
         (["--config", "simt"], "family: simt"),
-        (["--lengths"], "forward_simt"),
+        (["--config", "mma"], "family mma: config= asks for it"),
+        (["--head-dim", "300"], "family: simt"),
+        (["--lengths"], "forward_mma"),
         (["--deterministic", "--direction", "backward"], "same bits"),
     ],
 )
@@ -255,7 +257,7 @@ def test_precompile_means_what_the_function_means(
         "--dtype", "bf16,fp64", "--causal", "--window", "8,0", "--scale", "0.5",
         "--softcap", "30", "--alibi", "--bias", "--bias-grad", "--mask",
         "--direction", "backward", "--precision", "tf32", "--config", "simt",
-        "--arch", "sm_80",
+        "--arch", "sm_80", "--deterministic",
     )  # fmt: skip
     plain, full = seen
     half = cli.parse_dtype("fp16"), cli.parse_dtype("bf16")
@@ -268,8 +270,8 @@ def test_precompile_means_what_the_function_means(
     assert full[1] == {
         "head_dim_v": 48, "causal": True, "window": (8, 0), "scale": 0.5,
         "softcap": 30.0, "alibi": True, "bias": True, "bias_grad": True, "mask": True,
-        "direction": "backward", "precision": "tf32", "config": "simt", "all": True,
-        "device": "sm_80",
+        "direction": "backward", "precision": "tf32", "deterministic": True,
+        "config": "simt", "all": True, "device": "sm_80",
     }  # fmt: skip
 
 

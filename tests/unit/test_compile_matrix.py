@@ -1,7 +1,7 @@
 """Every row of the tile tables compiles, for the GPUs it is meant for.
 
 Each row with no option and with all of them, on sm_90 or, if it is chosen only where
-shared memory is short, on the oldest GPU that NVRTC 13 compiles for. The marker
+shared memory is short, on a GPU that has less of it. The marker
 ``matrix`` selects the same for more GPUs, which takes minutes.
 
 Results are kept in a subfolder of ``CUPY_CACHE_DIR``, if that is set, under a hash of
@@ -31,6 +31,7 @@ from bench.compile_matrix import (
     FLOAT64,
     HALVES,
     KERNELS,
+    MMA_KERNELS,
     NEW,
     RESULT,
     Case,
@@ -42,6 +43,9 @@ from bench.compile_matrix import (
     compile_case,
     everything,
     kept_in,
+    mma_cases_for,
+    mma_row_of,
+    mma_rows,
     passes,
     plain,
     pool,
@@ -54,9 +58,9 @@ from bench.compile_matrix import (
 from bench.machine import source_sha256
 from cupy_flash import compiler, configs
 from cupy_flash.device import hypothetical
-from cupy_flash.spec import Variant
+from cupy_flash.variant import Variant
 
-MAIN, OLDEST = 90, 75
+MAIN, MIDDLE, SMALL, OLDEST = 90, 80, 86, 75  # from much shared memory to little
 
 # Bytes of registers that a kernel may store to local memory, without and with options,
 # by the accumulator's size. A few dozen around the inner loops cost nothing that can be
@@ -64,13 +68,44 @@ MAIN, OLDEST = 90, 75
 # thread (64 x 128 over 128 threads) would be 256 bytes of float32 and come with its
 # loads in every round. float64 has half as many registers for twice as wide a tile row,
 # and isn't tuned.
-MAX_SPILL = {4: (128, 640), 8: (768, 1280)}
+MAX_SPILL = {
+    ("simt", 4): (128, 640), ("simt", 8): (768, 1280),
+    ("mma", 4): (512, 640), ("mma", 8): (3200, 3200),
+}  # fmt: skip
 
 
 # --- The cases ------------------------------------------------------------------------
 
 
 def main_cases() -> list[Case]:
+    return simt_main_cases() + mma_main_cases()
+
+
+def mma_main_cases() -> list[Case]:
+    """Each row with its deepest tile, and once what is the same in every row."""
+    cases = []
+    met = set()
+    for capability in (MAIN, MIDDLE, SMALL, OLDEST):
+        deepest: dict[Any, list[Case]] = {}
+        for case in mma_cases_for(capability):
+            spec = case.spec
+            row = mma_row_of(spec)
+            if row is None:  # one of the passes, which look at no more than the depth
+                row = spec.kernel, spec.dtype
+            elif spec.variant.tf32 or spec.variant.ragged or spec.dtype == HALVES[0]:
+                row = *row, spec.dtype, spec.variant.tf32, spec.variant.ragged
+            if row in met:
+                continue
+            tiles = deepest.setdefault(row, [])
+            if tiles and tiles[0].spec.tile != spec.tile:
+                tiles.clear()
+            tiles.append(case)
+        met |= set(deepest)
+        cases += [case for tiles in deepest.values() for case in tiles]
+    return cases
+
+
+def simt_main_cases() -> list[Case]:
     chosen = chosen_on(hypothetical(f"sm_{MAIN}"))
     cases = []
     for kernel, row in table_rows():
@@ -135,14 +170,15 @@ def outcome_of(
 def check(case: Case, outcome: Outcome) -> None:
     assert not outcome.error, outcome.error
     assert outcome.elf
-    blocks = case.spec.tile.blocks if case.spec.family == "simt" else 1
+    blocks = 1 if case.spec.family == "passes" else case.spec.tile.blocks
     assert outcome.registers * case.spec.threads * blocks <= 65536
+    if case.spec.shared_memory == 0:  # the passes
+        assert outcome.spill_stores == 0
+        return
     accumulator = 8 if case.spec.dtype == FLOAT64 else 4
-    plainly, at_most = MAX_SPILL[accumulator]
+    plainly, at_most = MAX_SPILL[case.spec.family, accumulator]
     in_use = case.spec.variant.mask  # all options, or none to speak of
     assert outcome.spill_stores <= (at_most if in_use else plainly)
-    if case.spec.family == "passes":
-        assert outcome.spill_stores == 0
 
 
 @pytest.mark.parametrize("case", main_cases(), ids=str)
@@ -165,8 +201,25 @@ def test_all_rows_are_compiled() -> None:
     }
     for kernel, row in table_rows():
         assert (kernel, row.accumulator, row.tile) in compiled
+    assert {mma_row_of(case.spec) for case in main_cases()} >= set(mma_rows())
     capabilities = {case.capability for case in main_cases()}
-    assert capabilities == {MAIN, OLDEST}
+    assert capabilities == {MAIN, MIDDLE, SMALL, OLDEST}
+    families = {"simt", "mma", "passes"}
+    assert {case.spec.family for case in main_cases()} == families
+
+
+def test_variants_of_mma_are_compiled() -> None:
+    """All options and none, each dtype, float32 in one product, each kernel."""
+    specs = [case.spec for case in mma_main_cases()]
+    for kernel in MMA_KERNELS:
+        own = [spec for spec in specs if spec.kernel == kernel]
+        assert {spec.dtype for spec in own} == set(DTYPES)
+        assert {spec.variant.mask for spec in own} == {False, True}
+        assert any(spec.variant.tf32 for spec in own)
+        assert {spec.variant.ragged for spec in own} == {False, True}
+    assert {spec.kernel for spec in specs} == {
+        *MMA_KERNELS, "convert_dq", "reduce_dbias",
+    }  # fmt: skip
 
 
 def test_a_failure_is_an_outcome(tmp_path: Path) -> None:
@@ -242,6 +295,25 @@ def test_every_row_is_chosen_on_some_gpu() -> None:
     for capability in CAPABILITIES:
         chosen |= chosen_on(hypothetical(f"sm_{capability}"))
     assert chosen == {(kernel, r.accumulator, r.tile) for kernel, r in table_rows()}
+    rows = {
+        mma_row_of(case.spec)
+        for capability in CAPABILITIES
+        for case in mma_cases_for(capability)
+    }
+    assert rows - {None} == set(mma_rows())
+
+
+def test_cases_of_mma_are_what_a_gpu_gets() -> None:
+    for capability in CAPABILITIES:
+        cases = mma_cases_for(capability)
+        assert len(set(cases)) == len(cases)
+        gpu = hypothetical(f"sm_{capability}")
+        dtypes = {case.spec.dtype for case in cases}
+        wanted = DTYPES if capability >= 80 else HALVES[:1] if capability == 75 else ()
+        assert dtypes == set(wanted)
+        for case in cases:
+            assert case.spec.shared_memory <= gpu.shared_memory
+        assert set(cases) < set(cases_for(capability))
 
 
 def test_cases_are_what_a_gpu_gets() -> None:

@@ -23,9 +23,10 @@ import pytest
 import cupy_flash
 from cupy_flash import compiler
 from cupy_flash.compiler import CompileError, Image, cached_image, flatten
-from cupy_flash.configs import PASS_THREADS, SIMT_FORWARD, SimtTile
+from cupy_flash.configs import PASS_THREADS, SIMT_FORWARD, MmaTile, SimtTile
 from cupy_flash.device import hypothetical
-from cupy_flash.spec import KernelSpec, Variant
+from cupy_flash.spec import _KERNELS, KernelSpec
+from cupy_flash.variant import Variant
 
 ROOT = Path(cupy_flash.__file__).parents[1]
 FLOAT32 = np.dtype(np.float32)
@@ -51,6 +52,15 @@ KERNELS = {
         "passes", "reduce_dbias", FLOAT32, Variant(),
         SimtTile(64, 32, 32, 32, resident=False), PASS_THREADS, 1,
     ),
+    **{
+        f"mma_{kernel}": KernelSpec(
+            "mma", kernel, FLOAT32, Variant(), MmaTile(32, 32, 32, 32, 2), threads, 1
+        )
+        for kernel, threads in (
+            ("forward", 64), ("backward", 64), ("backward_dkdv", 64),
+            ("backward_dq", 64), ("backward_dbias", 64), ("convert_dq", PASS_THREADS),
+        )
+    },
 }  # fmt: skip
 
 
@@ -243,14 +253,34 @@ def test_a_size_that_disagrees_is_an_error(sources: Path) -> None:
     assert "params.py" in error_of(DELTA)
 
 
-def test_shared_memory_that_disagrees_is_an_error(sources: Path) -> None:
-    path = sources / "simt/tile.cuh"
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("forward", "Acc data[kRows")]
+    + [
+        (name, "Element data[kRows")
+        for name, spec in KERNELS.items()
+        if name.startswith("mma_") and spec.shared_memory
+    ],
+)
+def test_shared_memory_that_disagrees_is_an_error(
+    sources: Path, name: str, data: str
+) -> None:
+    spec = KERNELS[name]
+    before, _, after = data.partition("[")
 
     def widen(lines: list[str]) -> list[str]:
-        return [x.replace("Acc data[kRows", "Acc data[8 + kRows") for x in lines]
+        return [x.replace(data, f"{before}[8 + {after}") for x in lines]
 
+    path = sources / spec.family / "tile.cuh"
+    kept = path.read_text(encoding="utf-8")
     edit(path, widen)
-    assert "spec.py" in error_of(FORWARD)
+    assert path.read_text(encoding="utf-8") != kept
+    assert "spec.py" in error_of(spec)
+
+
+def test_every_kernel_is_among_them() -> None:
+    kernels = {(spec.family, spec.kernel) for spec in KERNELS.values()}
+    assert kernels == set(_KERNELS)
 
 
 def test_a_gpu_that_nvrtc_gave_up() -> None:
@@ -365,7 +395,7 @@ def start_python(
 
 def test_everything_but_the_gpu_works_without_cupy() -> None:
     text = run_python(WITHOUT_CUPY)
-    assert "backward on sm_86" in text and "kernel: backward_dq" in text
+    assert "backward on sm_86" in text and "kernel: backward_mma" in text
 
 
 # --- The cache ------------------------------------------------------------------------

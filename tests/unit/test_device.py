@@ -217,6 +217,100 @@ def test_devices_have_the_whole_interface(kind: type) -> None:
         ), name
 
 
+class HostCuPy:
+    """As much of CuPy as a copy needs, over host memory."""
+
+    class Array(np.ndarray):
+        """An array whose `data` is a pointer, as CuPy's is."""
+
+        @property
+        def data(self) -> SimpleNamespace:
+            """The address of the first element."""
+            return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False)
+    )
+
+    @classmethod
+    def ndarray(
+        cls, shape: tuple[int, ...], dtype: object, memptr: object = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Return a new array full of 0xFF, or a view of memory."""
+        dtype = np.dtype(dtype)
+        if memptr is None:
+            size = int(np.prod(shape)) * dtype.itemsize
+            raw = np.full(size + 256, 0xFF, np.uint8)
+            start = -raw.ctypes.data % 256
+            found = raw[start : start + size].view(dtype).reshape(shape)
+        else:
+            interface = {
+                "data": (memptr.ptr, False), "shape": shape, "strides": strides,
+                "typestr": dtype.str, "version": 3,
+            }  # fmt: skip
+            found = np.asarray(SimpleNamespace(__array_interface__=interface))
+        return found.view(cls.Array)
+
+
+def host_gpu(monkeypatch: pytest.MonkeyPatch) -> CuPyDevice:
+    monkeypatch.setattr(device, "import_cupy", lambda: HostCuPy)
+    return CuPyDevice(0)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "?"])
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 7), (2, 0, 3), (3, 8)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copies(
+    dtype: str, multiple: int, shape: tuple[int, ...], shift: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From any strides and any address into rows of a multiple of elements."""
+    kind = np.dtype(dtype)
+    gap = 2 * kind.itemsize
+    strides = tuple(
+        gap * int(np.prod([2 * n + 1 for n in shape[axis + 1 :]]))
+        for axis in range(len(shape))
+    )
+    size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n) + 64
+    raw = np.zeros(max(size, 64) + 16, np.uint8)
+    start = -raw.ctypes.data % 16 + shift
+    array = np.ndarray(shape, kind, raw, start, strides)
+    array[...] = (np.arange(array.size) % 100).reshape(shape)
+    array = array.view(HostCuPy.Array)
+    copy = host_gpu(monkeypatch).dense_copy(array, multiple)
+    assert copy.shape == shape and copy.dtype == kind
+    np.testing.assert_array_equal(copy, array)
+    assert copy.data.ptr % 16 == 0
+    if not shape or not array.size:
+        return
+    rows = (*shape[:-1], -(-shape[-1] // multiple) * multiple)
+    recorded = RecordingDevice()
+    with recorded.active():
+        other = recorded.dense_copy(array, multiple)
+    assert copy.strides == np.empty(rows, kind).strides == other.strides
+    np.testing.assert_array_equal(other, array)
+
+
+def test_whole_elements_are_copied_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte only where it must be."""
+    units = []
+
+    def recording(shape: tuple[int, ...], dtype: object, **rest: object) -> np.ndarray:
+        if rest.get("memptr") is not None:
+            units.append(np.dtype(dtype).itemsize)
+        return HostCuPy.ndarray(shape, dtype, **rest)
+
+    gpu = host_gpu(monkeypatch)
+    gpu._cupy = SimpleNamespace(ndarray=recording, cuda=HostCuPy.cuda)
+    raw = HostCuPy.ndarray((512,), np.uint8)
+    for start, step in ((0, 8), (4, 12), (2, 8), (0, 10)):
+        array = np.ndarray((6, 2), np.float32, raw, start, (4 * step, step))
+        gpu.dense_copy(array.view(HostCuPy.Array), 4)
+    assert units == [4, 4, 1, 1]
+
+
 def test_a_gpu_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
     loaded = []

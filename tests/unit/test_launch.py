@@ -31,7 +31,7 @@ from cupy_flash import (
 from cupy_flash.configs import SimtTile
 from cupy_flash.params import POINTERS
 
-from .recording import DeviceArray, Launch, RecordingDevice
+from .recording import GPUS, DeviceArray, Launch, RecordingDevice
 
 DTYPES = {
     "fp16": np.dtype(np.float16),
@@ -43,12 +43,20 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 SEQUENCES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 LOGITS = ("bias", "mask", "dbias")
-WORKSPACE = ("delta", "dbias_partial")
+WIDE = ("q", "k", "v", "dout")
+WORKSPACE = ("delta", "dbias_partial", "dq_sums")
+families = pytest.mark.parametrize("family", GPUS)
 
 
-@pytest.fixture
-def device() -> RecordingDevice:
-    return RecordingDevice()
+@pytest.fixture(params=GPUS)
+def device(request: pytest.FixtureRequest) -> RecordingDevice:
+    """A device of each kernel family."""
+    return RecordingDevice(GPUS[request.param])
+
+
+def family_of(device: RecordingDevice) -> str:
+    (family,) = (name for name, gpu in GPUS.items() if device.info == gpu)
+    return family
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +96,7 @@ def example(
     hq: int = 4,
     hkv: int = 2,
     d: int = 8,
-    dv: int = 6,
+    dv: int = 16,
     dtype: np.dtype = DTYPES["fp32"],
     layout: str = "bshd",
     **options: Any,
@@ -136,23 +144,50 @@ def element_addresses(array: np.ndarray) -> np.ndarray:
     return addresses
 
 
-def check_launch(found: Launch, arrays: dict[str, np.ndarray], like: Example) -> None:
-    """Each element of each array is found where it lies; what is absent is null."""
+def has_wide_rows(array: np.ndarray) -> bool:
+    """Tell whether rows can be loaded 16 bytes at a time, which `mma` asks for."""
+    address = array.__array_interface__["data"][0]
+    steps = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
+    if array.shape[-1] > 1 and steps.pop() != array.itemsize:
+        return False
+    return not any(step % 16 for step in (address, *steps))
+
+
+def padded_copy(array: np.ndarray) -> np.ndarray:
+    """Return an array that lies as a copy does whose rows are padded to 16 bytes."""
+    rows, channels, size = array.shape[:-1], array.shape[-1], array.itemsize
+    padded = -(-channels * size // 16) * 16 // size
+    return np.empty((*rows, padded), array.dtype)[..., :channels]
+
+
+def check_launch(
+    found: Launch, arrays: dict[str, np.ndarray], like: Example, family: str = "simt"
+) -> None:
+    """Each element of each array is found where it lies; what is absent is null.
+
+    In place of what `mma` can't load there is a copy.
+    """
     fields = found.fields
     batch = canonical("q", like.arrays["q"], like).shape[:-3]
     sequences = int(np.prod(batch, dtype=np.int64))
     for name, array in arrays.items():
+        moved = 0
+        if family == "mma" and name in WIDE and not has_wide_rows(array):
+            array = padded_copy(array)
+            moved = int(fields[name]) - array.__array_interface__["data"][0]
+            assert int(fields[name]) in found.live, name
         view = canonical(name, array, like)
         own = view.shape[len(batch) :]
         np.testing.assert_array_equal(
             found.addresses(name, own, array.itemsize),
-            element_addresses(view).reshape(sequences, *own),
+            element_addresses(view).reshape(sequences, *own) + moved,
             err_msg=name,
         )
     for name in set(POINTERS) - set(arrays) - set(WORKSPACE):
         assert fields[name] == 0, f"{name} isn't null"
     for name in WORKSPACE:
         assert fields[name] == 0 or int(fields[name]) in found.live, name
+    assert fields["dq_sums"] == 0 or int(fields["dq_sums"]) in found.cleared
     q = canonical("q", like.arrays["q"], like)
     k = canonical("k", like.arrays["k"], like)
     v = canonical("v", like.arrays["v"], like)
@@ -212,7 +247,8 @@ def check_forward(
     else:
         assert arrays["out"] is out
     assert names(device.launches) == ["forward"]
-    check_launch(device.launches[0], arrays, like)
+    (found,) = device.launches
+    check_launch(found, arrays, like, found.spec.family)
     return arrays
 
 
@@ -235,7 +271,10 @@ def check_backward(
         **arrays, **(given or {}), **options, **like.options
     )
     expected = ["dq", "dk", "dv"]
+    family = device.launches[1].spec.family
     kernels = ["delta", "backward_dq", "backward_dkdv"]
+    if family == "mma" and not extra.get("deterministic"):
+        kernels = ["delta", "backward", "convert_dq"]
     if extra.get("bias_grad"):
         expected.append("dbias")
         kernels.append("backward_dbias")
@@ -251,7 +290,9 @@ def check_backward(
             assert result.flags.c_contiguous
         arrays[name] = result
     for found in device.launches:
-        check_launch(found, arrays, like)
+        check_launch(found, arrays, like, family)
+        made = kernels[1] == "backward"
+        assert (found.fields["dq_sums"] != 0) == made
     return arrays
 
 
@@ -268,6 +309,42 @@ def test_shapes(
     check_forward(device, like)
     check_forward(device, like, return_lse=False)
     check_backward(device, like)
+    check_backward(device, like, deterministic=True)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("d", "dv"), [(8, 5), (3, 16), (17, 1)])
+def test_rows_that_mma_can_not_load(
+    device: RecordingDevice, d: int, dv: int, layout: str, dtype: np.dtype
+) -> None:
+    """They are copied into padded rows, each array once and no more."""
+    like = example(batch=(2, 3), d=d, dv=dv, layout=layout, dtype=dtype)
+    made = check_forward(device, like)
+    wrong = [like.arrays[name].shape for name in "qkv"]
+    wrong = [x for x in wrong if x[-1] * dtype.itemsize % 16]
+    assert wrong
+    if family_of(device) == "simt":
+        wrong = []
+    assert device.copied == wrong
+    assert made["out"].flags.c_contiguous
+    device.copied.clear()
+    check_backward(device, like)
+    dout = made["out"].shape
+    wrong += [dout] if wrong and dv * dtype.itemsize % 16 else []
+    assert sorted(device.copied) == sorted(wrong)
+
+
+@families
+def test_a_second_call_with_copies_prepares_nothing(
+    family: str, counts: Counter[str]
+) -> None:
+    device = RecordingDevice(GPUS[family])
+    for _ in range(2):
+        check_forward(device, example(dv=6))
+        planned = counts["make_plan"]
+        assert planned == (2 if family == "mma" else 1)
+    assert len(device.copied) == (2 if family == "mma" else 0)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -360,17 +437,19 @@ def examples(draw: st.DrawFn) -> Example:
     return like
 
 
-@hypothesis_settings(deadline=None, max_examples=150)
-@given(examples(), st.booleans())
-def test_any_strides(like: Example, dlse: bool) -> None:
-    device = RecordingDevice()
+@hypothesis_settings(deadline=None, max_examples=200)
+@given(examples(), st.booleans(), st.sampled_from(list(GPUS)), st.booleans())
+def test_any_strides(
+    like: Example, dlse: bool, family: str, deterministic: bool
+) -> None:
+    device = RecordingDevice(GPUS[family])
     check_forward(device, like)
     extra: dict[str, Any] = {"bias_grad": "bias" in like.arrays}
     if dlse:
         dtype = lse_dtype(like.arrays["q"].dtype)
         extra["dlse"] = np.broadcast_to(np.zeros((), dtype), lse_shape(like))
-    check_backward(device, like, **extra)
-    assert not device.copied
+    check_backward(device, like, **extra, deterministic=deterministic)
+    assert family == "mma" or not device.copied
 
 
 # --- Outputs --------------------------------------------------------------------------
@@ -389,7 +468,7 @@ def test_outputs_that_are_given(device: RecordingDevice) -> None:
     like = example(batch=(2, 3))
     for make in (
         lambda shape: np.zeros(shape, np.float32),
-        lambda shape: np.zeros((*shape[:-1], 9), np.float32)[..., : shape[-1]],
+        lambda shape: np.zeros((*shape[:-1], 19), np.float32)[..., : shape[-1]],
         lambda shape: np.zeros(shape[::-1], np.float32).T,
         lambda shape: np.zeros(shape, np.float32)[..., ::-1, :],
     ):
@@ -493,8 +572,8 @@ def test_empty_results_launch_nothing(device: RecordingDevice) -> None:
         assert not device.launches
         results = flash_attention_backward(out, *arrays.values(), out, lse)
         assert [x.shape for x in results] == [x.shape for x in arrays.values()]
-        expected = ["backward_dkdv"] if size == {"sq": 0} else []
-        assert names(device.launches) == expected
+        dkdv = {"simt": "backward_dkdv", "mma": "backward"}[family_of(device)]
+        assert names(device.launches) == ([dkdv] if size == {"sq": 0} else [])
         device.launches.clear()
 
 
@@ -510,7 +589,10 @@ def test_no_keys(device: RecordingDevice) -> None:
     *_, dbias = flash_attention_backward(
         out, **arrays, out=out, lse=lse, bias_grad=True
     )
-    assert names(device.launches) == ["delta", "backward_dq"]
+    dq = {"simt": "backward_dq", "mma": "convert_dq"}[family_of(device)]
+    assert names(device.launches) == ["delta", dq]
+    if dq == "convert_dq":
+        assert int(device.launches[-1].fields["dq_sums"]) in device.cleared
     assert dbias.shape == (2, 1, 5, 1) and not dbias.any()
 
 
@@ -605,18 +687,21 @@ def test_workspace_lives_as_long_as_the_launches(device: RecordingDevice) -> Non
         check_backward(device, like, bias_grad=True)
     finally:
         gc.enable()
-    delta, partial = device.temporaries
-    assert delta.shape == (2, 4, 300)
+    fields = ["delta", "dbias_partial"]
+    if family_of(device) == "mma":
+        fields.insert(1, "dq_sums")
+    assert device.temporaries[0].shape == (2, 4, 300)
     assert device.launches[-1].spec.kernel == "reduce_dbias"
     for found in device.launches:
-        assert found.live == {delta.address, partial.address}
-        assert found.fields["delta"] == delta.address
-        assert found.fields["dbias_partial"] == partial.address
-    assert delta.array() is None and partial.array() is None, "never freed"
+        assert found.live == {entry.address for entry in device.temporaries}
+        for name, entry in zip(fields, device.temporaries, strict=True):
+            assert found.fields[name] == entry.address
+    assert all(entry.array() is None for entry in device.temporaries), "never freed"
 
 
 def test_forward_needs_no_workspace(device: RecordingDevice) -> None:
-    check_forward(device, example(sq=300, dv=500))
+    for dv in (200, 500):
+        check_forward(device, example(sq=300, dv=dv))
     assert not device.temporaries
 
 
@@ -833,15 +918,15 @@ def test_misaligned_arrays_of_every_kind(device: RecordingDevice) -> None:
             "alibi_slopes": misaligned((4,), np.dtype(np.float32), 2),
             "k_lengths": misaligned((2,), np.dtype(np.int64), 4),
             "mask": misaligned((5, 7), np.dtype(bool), 3),  # bytes lie anywhere
-            "dout": misaligned((2, 5, 4, 6), np.dtype(np.float32), 2),
+            "dout": misaligned((2, 5, 4, 16), np.dtype(np.float32), 2),
             "dlse": misaligned((2, 4, 5), np.dtype(np.float32), 2),
-            "out": np.zeros((2, 5, 4, 6), np.float32),
+            "out": np.zeros((2, 5, 4, 16), np.float32),
             "lse": np.zeros((2, 4, 5), np.float32),
         },
     )
     flash_attention_backward(**arrays)
     assert sorted(device.copied) == sorted(
-        [(4, 5, 7), (4,), (2,), (2, 5, 4, 6), (2, 4, 5)]
+        [(4, 5, 7), (4,), (2,), (2, 5, 4, 16), (2, 4, 5)]
     )
     for found in device.launches:
         for name in ("bias", "alibi_slopes", "k_lengths", "dout", "dlse"):
@@ -857,7 +942,7 @@ def test_elements_on_their_own_multiples_are_not_copied(
     shape = like.arrays["q"].shape
     like.arrays["q"] = misaligned(shape, dtype, dtype.itemsize)
     check_forward(device, like)
-    assert not device.copied
+    assert device.copied == ([shape] if family_of(device) == "mma" else [])
 
 
 # --- Kinds of arrays ------------------------------------------------------------------

@@ -378,7 +378,7 @@ def test_no_operand_is_left_out() -> None:
     }  # fmt: skip
     full = problem(arrays, "backward", bias_grad=True)
     names = {operand.name for operand in full.operands}
-    assert names | {"delta", "dbias_partial"} == set(POINTERS)
+    assert names | {"delta", "dbias_partial", "dq_sums"} == set(POINTERS)
     fields = params_dtype(1).names
     assert all(f"{name}_strides" in fields for name in names)
     assert dataclasses.replace(full) == full and hash(full) == hash(full)

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 import cupy_flash
 from cupy_flash import configs, device, explain
-from cupy_flash.configs import SimtTile
+from cupy_flash.configs import FAMILIES, MmaTile, SimtTile
 from cupy_flash.device import DeviceInfo, hypothetical
 from cupy_flash.params import merge_batch_axes
 from cupy_flash.plan import Plan, make_plan
 from cupy_flash.problem import ArrayInfo, Options, Problem
-from cupy_flash.spec import KernelSpec, Variant
+from cupy_flash.spec import KernelSpec
+from cupy_flash.tiles import Tile
 from cupy_flash.validate import contiguous_strides, make_problem
+from cupy_flash.variant import Variant
 
 FLOAT32, BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 DTYPES = {
@@ -90,7 +92,7 @@ def grids(plan: Plan) -> dict[str, int]:
     return {step.spec.kernel: step.grid for step in plan.steps}
 
 
-def tiles(plan: Plan) -> dict[str, SimtTile]:
+def tiles(plan: Plan) -> dict[str, Tile]:
     return {s.spec.kernel: s.spec.tile for s in plan.steps if s.spec.tile is not None}
 
 
@@ -113,7 +115,15 @@ def sound(plan: Plan) -> None:
         assert 32 <= step.block <= 1024 and step.block % 32 == 0
         tile = step.spec.tile
         assert step.spec.dtype == problem.dtype
-        if tile is not None and tile.resident:
+        assert step.spec.family in (plan.family, "passes")
+        if tile is None:
+            continue
+        assert tile.family == plan.family
+        if isinstance(tile, MmaTile):
+            assert problem.head_dim <= tile.depth, step
+            assert problem.head_dim_v <= tile.depth_v, step
+            assert tile.fault(problem.dtype) == ""
+        elif tile.resident:
             assert problem.head_dim <= tile.chunk_d, step
             if step.spec.kernel != "forward":
                 assert problem.head_dim_v <= tile.chunk_v, step
@@ -175,7 +185,7 @@ def tables() -> Iterator[tuple[str, configs.SimtRow]]:
 
 
 def test_no_row_of_a_table_is_dead() -> None:
-    """Each row is the choice for some problem on some GPU."""
+    """Each row of `simt` is the choice for some problem on some GPU."""
     met = set()
     for dtype in (FLOAT32, np.dtype(np.float64)):
         for d, dv in itertools.product(EDGES, EDGES):
@@ -183,8 +193,9 @@ def test_no_row_of_a_table_is_dead() -> None:
                 backward = direction == "backward"
                 bias = with_bias(100, 70) if backward else None
                 problem = make(
-                    direction, d=d, dv=dv, dtype=dtype, arrays=bias, bias_grad=backward
-                )
+                    direction, d=d, dv=dv, dtype=dtype, arrays=bias,
+                    bias_grad=backward, config="simt",
+                )  # fmt: skip
                 for gpu in DEVICES.values():
                     chosen = tiles(make_plan(problem, gpu))
                     met |= {(k, dtype.itemsize, tile) for k, tile in chosen.items()}
@@ -264,7 +275,7 @@ def test_each_kernel_has_its_own_name() -> None:
 )
 def test_forward_tiles(gpu: str, dtype: str, d: int, tile: str) -> None:
     """A few known choices: a change of a table is meant, and shows here."""
-    plan = make_plan(make(d=d, dtype=DTYPES[dtype]), DEVICES[gpu])
+    plan = make_plan(make(d=d, dtype=DTYPES[dtype], config="simt"), DEVICES[gpu])
     assert plan.family == "simt"
     assert kernels(plan) == ["forward"]
     name = tiles(plan)["forward"].name
@@ -301,12 +312,17 @@ def test_what_a_feature_changes_in_the_kernels() -> None:
         ({"arrays": lengths}, Variant()),
         ({"arrays": logits}, Variant(bias=DTYPES["fp16"], mask=True)),
         ({"return_lse": True, "layout": "bshd", "deterministic": True}, Variant()),
+        ({"precision": "tf32", "config": "mma"}, Variant(tf32=True)),
+        ({"precision": "tf32", "config": "simt"}, Variant()),
     ]
     for options, variant in cases:
         plan = make_plan(make(**options), HOPPER)
         assert [step.spec.variant for step in plan.steps] == [variant], options
         plan = make_plan(make("backward", **options), HOPPER)
-        assert [s.spec.variant for s in plan.steps] == [Variant(), variant, variant]
+        for spec in (step.spec for step in plan.steps):
+            passes = spec.kernel in ("delta", "convert_dq")
+            expected = Variant() if passes else variant
+            assert spec.variant == expected, (spec, options)
 
 
 def test_reasons() -> None:
@@ -315,10 +331,11 @@ def test_reasons() -> None:
 
     assert "scaled before the softmax" in said(make(scale=0.0))
     assert "scaled before the softmax" not in said(make(scale=0.1))
-    assert "tf32" in said(make(precision="tf32"))
+    assert "10-bit mantissas" in said(make(precision="tf32"))
+    assert "tf32' is not made use of" in said(make(precision="tf32", config="simt"))
     assert "tf32" not in said(make())
     assert "head_dim_v 300 is spread over 3 blocks" in said(make(d=200, dv=300))
-    assert "atomics" in said(make("backward"))
+    assert "none adds by atomics" in said(make("backward", config="simt"))
 
 
 def test_batch_axes_in_the_kernels() -> None:
@@ -342,6 +359,7 @@ def test_batch_axes_in_the_kernels() -> None:
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 16), (40, 300), (500, 700)])
 def test_grids(dtype: np.dtype, gpu: str, d: int, dv: int) -> None:
     size = {"batch": (3, 2), "sq": 130, "sk": 65, "hq": 6, "hkv": 2}
+    size["config"] = "simt"
     plan = make_plan(make(**size, d=d, dv=dv, dtype=dtype), DEVICES[gpu])
     tile = tiles(plan)["forward"]
     rows, chunks = ceil_div(130, tile.rows), ceil_div(dv, tile.chunk_v)
@@ -352,7 +370,7 @@ def test_grids(dtype: np.dtype, gpu: str, d: int, dv: int) -> None:
     dq, dkdv = tiles(plan)["backward_dq"], tiles(plan)["backward_dkdv"]
     dkdv_chunks = max(ceil_div(d, dkdv.chunk_d), ceil_div(dv, dkdv.chunk_v))
     assert grids(plan) == {
-        "delta": ceil_div(6 * 6 * 130, 4),
+        "delta": ceil_div(6 * 6 * 130, 16),
         "backward_dq": 6 * 6 * ceil_div(130, dq.rows) * ceil_div(d, dq.chunk_d),
         "backward_dkdv": 6 * 2 * ceil_div(65, dkdv.rows) * dkdv_chunks,
     }
@@ -370,37 +388,57 @@ def test_grids_stay_below_the_limit() -> None:
         assert {step.grid for step in plan.steps} == {MAX_GRID}
 
 
-@pytest.mark.parametrize(
-    ("size", "forward", "backward"),
-    [
-        ({"batch": (0,)}, [], []),
-        ({"batch": (2, 0, 3)}, [], []),
-        ({"sq": 0}, [], ["backward_dkdv"]),  # dk and dv are 0
-        # Every row is empty: out and dq are 0, lse is -inf.
-        ({"sk": 0}, ["forward"], ["delta", "backward_dq"]),
-        ({"sq": 0, "sk": 0}, [], []),
-    ],
-)
+# What is launched where an axis is empty: forward, then backward by way of computing.
+EMPTY = [
+    ({"batch": (0,)}, [], {"simt": [], "mma": [], "deterministic": []}),
+    ({"batch": (2, 0, 3)}, [], {"simt": [], "mma": [], "deterministic": []}),
+    # dk and dv are 0.
+    (
+        {"sq": 0}, [],
+        {"simt": ["backward_dkdv"], "mma": ["backward"],
+         "deterministic": ["backward_dkdv"]},
+    ),
+    # Every row is empty: out and dq are 0, lse is -inf.
+    (
+        {"sk": 0}, ["forward"],
+        {"simt": ["delta", "backward_dq"], "mma": ["delta", "convert_dq"],
+         "deterministic": ["delta", "backward_dq"]},
+    ),
+    ({"sq": 0, "sk": 0}, [], {"simt": [], "mma": [], "deterministic": []}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "forward", "backward"), EMPTY)
+@pytest.mark.parametrize("way", ["simt", "mma", "deterministic"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_empty_axes(
-    size: dict[str, Any], forward: list[str], backward: list[str], gradient: bool
+    size: dict[str, Any],
+    forward: list[str],
+    backward: dict[str, list[str]],
+    way: str,
+    gradient: bool,
 ) -> None:
-    assert kernels(make_plan(make(**size, return_lse=True), HOPPER)) == forward
+    options: dict[str, Any] = {"config": "simt" if way == "simt" else "mma"}
+    plan = make_plan(make(**size, **options, return_lse=True), HOPPER)
+    assert kernels(plan) == forward
+    options["deterministic"] = way == "deterministic"
     sizes = {"sq": 100, "sk": 70} | size
     for shape in ((1, 1), (4, sizes["sq"], sizes["sk"]), (1, sizes["sk"])):
-        problem = make("backward", **size, arrays=with_bias(*shape), bias_grad=gradient)
+        problem = make(
+            "backward", **size, **options, arrays=with_bias(*shape), bias_grad=gradient
+        )
         plan = make_plan(problem, HOPPER)
-        assert kernels(plan) == backward
+        assert kernels(plan) == backward[way]
         # Nothing is summed into dbias, so that its zeros come from elsewhere.
         assert plan.cleared == (("dbias",) if gradient else ())
-        assert all(entry.nbytes == 0 for entry in plan.workspace) or backward
+        assert all(entry.nbytes == 0 for entry in plan.workspace) or backward[way]
 
 
 # --- The bias's gradient --------------------------------------------------------------
-Tile = tuple[int, ...]
+Where = tuple[int, ...]
 
 
-def walk_dbias(plan: Plan) -> dict[Tile, list[Tile]]:
+def walk_dbias(plan: Plan) -> dict[Where, list[Where]]:
     """Return the tiles of logits that each block visits, as bias_tile.cuh does.
 
     Returns
@@ -427,7 +465,7 @@ def walk_dbias(plan: Plan) -> dict[Tile, list[Tile]]:
     owned = math.prod(size for summed, size in axes if not summed)
     terms = math.prod(size for summed, size in axes if summed)
     each = ceil_div(terms, plan.dbias_splits)
-    visits: dict[Tile, list[Tile]] = {}
+    visits: dict[Where, list[Where]] = {}
     for block in range(grids(plan)["backward_dbias"]):
         number, part = block % owned, block // owned
         for term in range(part * each, min(terms, (part + 1) * each)):
@@ -454,7 +492,7 @@ def bias_problems(draw: st.DrawFn) -> Problem:
     arrays = with_bias(*shape)
     return make(
         "backward", batch=batch, sq=sq, sk=sk, hq=hq, hkv=1, arrays=arrays,
-        bias_grad=True,
+        bias_grad=True, config=draw(st.sampled_from(FAMILIES)),
     )  # fmt: skip
 
 
@@ -491,7 +529,7 @@ def test_a_bias_with_everything_of_its_own_is_not_split() -> None:
         make("backward", arrays=with_bias(2, 4, 100, 70), bias_grad=True), HOPPER
     )
     assert plan.dbias_splits == 1
-    assert kernels(plan) == ["delta", "backward_dq", "backward_dkdv", "backward_dbias"]
+    assert kernels(plan) == ["delta", "backward", "convert_dq", "backward_dbias"]
 
 
 def test_a_single_number_is_summed_by_the_whole_gpu() -> None:
@@ -516,15 +554,18 @@ def test_passes_know_only_what_they_need() -> None:
 
 
 def test_workspace_is_linear_in_the_sequence() -> None:
-    def taken(length: int) -> int:
+    def taken(length: int, **options: Any) -> int:
         problem = make(
             "backward", sq=length, sk=length, arrays=with_bias(length, length),
-            bias_grad=True,
+            bias_grad=True, **options,
         )  # fmt: skip
         return sum(entry.nbytes for entry in make_plan(problem, HOPPER).workspace)
 
-    assert taken(2**14) <= 2 * taken(2**13)
-    assert taken(2**17) == 2 * 4 * 2**17 * 4  # delta alone: batch x heads x sequence
+    delta = 2 * 4 * 2**17 * 4  # batch x heads x sequence
+    for options in ({}, {"deterministic": True}, {"config": "simt"}):
+        assert taken(2**14, **options) <= 2 * taken(2**13, **options)
+    assert taken(2**17, config="simt") == taken(2**17, deterministic=True) == delta
+    assert taken(2**17) == delta + 64 * delta  # and the sums of dq, of 64 channels
 
 
 # --- Misaligned arrays ----------------------------------------------------------------
@@ -570,13 +611,13 @@ def test_a_stride_that_no_step_takes_does_not_matter() -> None:
 
 
 @dtypes
-def test_whole_elements_are_never_copied(dtype: np.dtype) -> None:
+def test_simt_copies_no_whole_elements(dtype: np.dtype) -> None:
     """Any start and any stride that is a multiple of the element."""
     size = dtype.itemsize
     for by in range(0, 16, size):
         q = shifted((2, 100, 4, 64), by, dtype)
         q = q._replace(strides=(0, -511 * size, 77 * size, 3 * size))
-        plan = make_plan(make(dtype=dtype, arrays={"q": q}), HOPPER)
+        plan = make_plan(make(dtype=dtype, arrays={"q": q}, config="simt"), HOPPER)
         assert plan.copies == ()
         assert "copied" not in str(plan)
     mask = {"mask": shifted((100, 70), 7, BOOL)}
@@ -587,9 +628,11 @@ def test_whole_elements_are_never_copied(dtype: np.dtype) -> None:
 
 
 def test_a_family_can_be_named() -> None:
+    for gpu, own in ((HOPPER, "mma"), (DEVICES["sm_61"], "simt")):
+        plan, chosen = make_plan(make(config=own), gpu), make_plan(make(), gpu)
+        assert plan.family == own and plan.steps == chosen.steps
+        assert f"family {own}: config= asks for it" in plan.reasons
     assert make_plan(make(config="simt"), HOPPER).family == "simt"
-    plan, chosen = make_plan(make(config="simt"), HOPPER), make_plan(make(), HOPPER)
-    assert plan.steps == chosen.steps
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -654,7 +697,8 @@ def test_explain_says_what_and_why(name: str, direction: str) -> None:
     for fact in (
         f"{direction} on {name}", f"compute capability {major}.{minor}",
         f"{plan.device.shared_memory // 1024} KiB", "float32: batch 2",
-        "queries 50 x 4 heads", "keys 60 x 2 heads", "head_dim 40", "family: simt",
+        "queries 50 x 4 heads", "keys 60 x 2 heads", "head_dim 40",
+        "family: mma" if plan.device.compute_capability >= 80 else "family: simt",
     ):  # fmt: skip
         assert fact in text, fact
     for step in plan.steps:
@@ -676,7 +720,7 @@ def test_explain_backward_needs_no_results() -> None:
                 plan = explain(
                     q, q, q, layout=layout, direction="backward", device="sm_86"
                 )
-                assert kernels(plan) == ["delta", "backward_dq", "backward_dkdv"]
+                assert kernels(plan)[0] == "delta"
                 assert plan.problem.operand("lse").dtype == accumulator(dtype)
 
 

@@ -1,0 +1,15 @@
+// Barriers for a part of a block.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cupy_flash {
+namespace ptx {
+
+// Waits until `threads` threads, whole warps, have come to barrier `id`; 0 is __syncthreads'.
+CUPY_FLASH_DEVICE void named_barrier(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace ptx
+}  // namespace cupy_flash

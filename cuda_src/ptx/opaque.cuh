@@ -1,0 +1,23 @@
+// Values that the compiler can't see through.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cupy_flash {
+namespace ptx {
+
+// Returns the value; how it was computed is forgotten. So it isn't carried from one round of a loop
+// to the next in registers of its own, and what follows from it is computed anew.
+template <class T>
+CUPY_FLASH_DEVICE T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
+CUPY_FLASH_DEVICE int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+}  // namespace ptx
+}  // namespace cupy_flash

@@ -1,0 +1,167 @@
+"""Plans of the family `mma`: tensor cores of compute capability 7.5 and later."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import configs
+from .device import DeviceInfo
+from .plan_base import MAX_GRID, Builder, DoesNotFit, blocks
+from .problem import Problem
+from .tiles import MmaTile, Tile
+
+# Inputs that are loaded in pieces of 16 bytes. What else there is comes by elements.
+LOADED_WIDE = ("q", "k", "v", "dout")
+_WIDTH = 16
+# Bytes of shared memory that each block takes beside its own.
+_RESERVED = 1024
+_MMA_ROWS = 16  # queries of one mma.sync, and so of a row of workspace `dq_sums`
+_MMA_COLUMNS = 8
+
+
+def refusal(problem: Problem, device: DeviceInfo) -> str:
+    """Return why the family can't serve a problem on a GPU; empty if it may."""
+    needed = 75 if problem.dtype == np.float16 else 80
+    if device.compute_capability < needed:
+        major, minor = divmod(needed, 10)
+        return (
+            f"mma multiplies {problem.dtype} from compute capability {major}.{minor} on"
+        )
+    limit = configs.MMA_DEPTHS[-1]
+    if max(problem.head_dim, problem.head_dim_v) > limit:
+        return f"mma has tiles for head sizes of up to {limit}"
+    return ""
+
+
+def row_multiple(problem: Problem) -> int:
+    """Return the elements to whose multiple a copy's rows are padded."""
+    return _WIDTH // problem.dtype.itemsize
+
+
+def needs_copy(problem: Problem, name: str) -> bool:
+    """Whether an input can't be loaded in pieces of 16 bytes as it lies."""
+    operand = problem.operand(name)
+    if operand is None:
+        return False
+    *steps, (channels, step) = zip(operand.shape, operand.strides, strict=True)
+    return (
+        operand.misalignment % _WIDTH != 0
+        or (channels > 1 and step != operand.dtype.itemsize)
+        or any(n > 1 and s % _WIDTH for n, s in steps)
+    )
+
+
+def is_ragged(problem: Problem) -> bool:
+    """Whether a head's channels aren't whole pieces of 16 bytes."""
+    size = problem.dtype.itemsize
+    return any(d * size % _WIDTH for d in (problem.head_dim, problem.head_dim_v))
+
+
+class MmaBuilder(Builder):
+    """Collects the launches of a call of the family `mma`."""
+
+    family = "mma"
+
+    def forward(self) -> None:
+        """Plan the forward pass."""
+        tile = self._tile("forward", configs.MMA_FORWARD)
+        self.add_step("forward", tile, self._query_blocks(tile.rows))
+
+    def backward(self) -> None:
+        """Plan the backward pass."""
+        self.add_delta()
+        if self.problem.deterministic:
+            self.reasons.append(
+                "deterministic: dq has a kernel of its own and none adds by atomics, "
+                "so every run gives the same bits"
+            )
+            tile = self._tile("backward_dq", configs.MMA_BACKWARD_DQ)
+            self.add_step("backward_dq", tile, self._query_blocks(tile.rows))
+            tile = self._tile("backward_dkdv", configs.MMA_BACKWARD)
+            self.add_step("backward_dkdv", tile, self._key_blocks(tile.rows))
+        else:
+            self._all_gradients()
+        if self.problem.bias_grad:
+            self.add_dbias(self._tile("backward_dbias", configs.MMA_BACKWARD_DBIAS))
+
+    def _all_gradients(self) -> None:
+        """Plan one kernel for dq, dk and dv, which computes the logits once."""
+        p = self.problem
+        self.reasons.append(
+            "one kernel for dq, dk and dv: its blocks add to dq by atomics, so the "
+            "last bits of dq may differ between runs; deterministic=True avoids that"
+        )
+        tile = self._tile("backward", configs.MMA_BACKWARD)
+        self.add_step("backward", tile, self._key_blocks(tile.rows))
+        rows = blocks(p.seqlen_q, _MMA_ROWS)
+        shape = (p.batch, p.heads_q, rows, tile.depth // _MMA_COLUMNS, 32, 4)
+        self.add_workspace("dq_sums", shape, zero=True)
+        grid = blocks(p.batch * p.heads_q * rows, configs.PASS_THREADS // 32)
+        self.add_pass("convert_dq", tile, grid, self.family)
+
+    def add_step(self, kernel: str, tile: Tile, grid: int) -> None:
+        """Add the launch of a kernel, in which each block has one tile."""
+        if grid > MAX_GRID:
+            raise DoesNotFit(f"{kernel}: {grid} blocks are more than a launch can have")
+        super().add_step(kernel, tile, grid)
+
+    def _query_blocks(self, rows: int) -> int:
+        p = self.problem
+        return p.batch * p.heads_q * blocks(p.seqlen_q, rows)
+
+    def _key_blocks(self, rows: int) -> int:
+        p = self.problem
+        return p.batch * p.heads_kv * blocks(p.seqlen_k, rows)
+
+    def _tile(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
+        """Take the first row that is for the head sizes and fits the GPU."""
+        if self._is_forced(kernel):
+            self._check(kernel, self.forced)
+            return self.forced
+        p = self.problem
+        for row in table:
+            tile = row.tile(p.head_dim, p.head_dim_v)
+            if row.itemsize != p.dtype.itemsize or tile is None:
+                continue
+            if self._blocks_fit(kernel, tile):
+                self.reasons.append(f"{kernel}: tile {tile.name}")
+                return tile
+        raise DoesNotFit(
+            f"{kernel}: no tile of mma for {p.dtype} with head_dim {p.head_dim} and "
+            f"{p.head_dim_v} fits {self.device.shared_memory // 1024} KiB of shared "
+            "memory"
+        )
+
+    def _is_forced(self, kernel: str) -> bool:
+        """Whether `config` decides about a kernel.
+
+        Not about the bias's gradient, nor with warps side by side about dq alone.
+        """
+        if self.forced is None or kernel == "backward_dbias":
+            return False
+        return kernel != "backward_dq" or self.forced.across == 1
+
+    def _check(self, kernel: str, tile: MmaTile) -> None:
+        p = self.problem
+        fault = tile.fault(p.dtype)
+        if not fault and kernel == "forward" and tile.across != 1:
+            fault = "only dk and dv have warps across"
+        if fault:
+            raise DoesNotFit(f"config asks for tile {tile.name}: {fault}")
+        needed = self.spec(kernel, tile).shared_memory
+        if (
+            needed > self.device.shared_memory
+            or tile.depth < p.head_dim
+            or tile.depth_v < p.head_dim_v
+        ):
+            raise DoesNotFit(
+                f"config asks for tile {tile.name}, which doesn't fit: {needed} of "
+                f"{self.device.shared_memory} bytes of shared memory, head_dim "
+                f"{p.head_dim} and {p.head_dim_v}"
+            )
+
+    def _blocks_fit(self, kernel: str, tile: MmaTile) -> bool:
+        """Whether a multiprocessor has shared memory for the blocks it should hold."""
+        # Each block takes a little more, of which one block's is already left out.
+        each = self.spec(kernel, tile).shared_memory + _RESERVED
+        return tile.blocks * each <= self.device.shared_memory + _RESERVED

@@ -1,0 +1,224 @@
+"""Tiles: what a block of each kernel family works on, and the memory that takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .dtypes import accumulator
+from .variant import Variant
+
+# Threads of a block of the small kernels around those of a family.
+PASS_THREADS = 128
+_ROW_PADDING = 16  # bytes between the rows of a shared-memory tile
+
+
+@dataclass(frozen=True, slots=True)
+class SimtTile:
+    """A tile of the family `simt`.
+
+    Attributes
+    ----------
+    rows : int
+        Rows that a block owns: queries, or keys for dk and dv.
+    columns : int
+        Rows of the other side that it takes at a time.
+    chunk_d, chunk_v : int
+        Channels of q and k, and of v, in shared memory at a time. Channels of the
+        result are spread over blocks in chunks of this size.
+    resident : bool
+        The block's own rows stay in shared memory, which needs a head that is no
+        larger than a chunk.
+    threads : int
+        Threads of a block.
+    blocks : int
+        Blocks per multiprocessor that the compiler has to leave registers for.
+    """
+
+    rows: int
+    columns: int
+    chunk_d: int
+    chunk_v: int
+    resident: bool
+    threads: int = 128
+    blocks: int = 2
+
+    @property
+    def family(self) -> str:
+        """The kernel family that the tile is for."""
+        return "simt"
+
+    @property
+    def name(self) -> str:
+        """The tile in a kernel's name: r is for resident, s for streaming."""
+        kind = "r" if self.resident else "s"
+        return (
+            f"{self.rows}x{self.columns}d{self.chunk_d}v{self.chunk_v}{kind}"
+            f"_{self.blocks}x{self.threads}"
+        )
+
+    def constants(self, dtype: np.dtype, variant: Variant) -> dict[str, bool | int]:
+        """Return what a kernel's traits hold of the tile."""
+        return {
+            "Resident": self.resident,
+            "Rows": self.rows,
+            "Columns": self.columns,
+            "ChunkD": self.chunk_d,
+            "ChunkV": self.chunk_v,
+        }
+
+    def shared_memory(self, kernel: str, dtype: np.dtype, variant: Variant) -> int:
+        """Return the bytes of shared memory of a kernel; the compiler checks them."""
+        size = accumulator(dtype).itemsize
+        widest = max(self.chunk_d, self.chunk_v)
+        weights = _tile_bytes(self.rows, self.columns, size)
+        if kernel == "forward":
+            own = _tile_bytes(self.rows, self.chunk_d, size)
+            return own + _tile_bytes(self.columns, widest, size) + weights
+        copies = 2 if self.resident else 1
+        return copies * _tile_bytes(self.rows + self.columns, widest, size) + weights
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """A tile of the family `mma`.
+
+    Attributes
+    ----------
+    rows : int
+        Rows that a block owns: queries, or keys for dk and dv.
+    columns : int
+        Rows of the other side that it takes at a time.
+    depth, depth_v : int
+        Channels of q and k, and of v, that the tile has room for; those that a head
+        doesn't have are zeros.
+    warps : int
+        Warps of a block.
+    stages : int
+        Tiles of the other side that are in flight at once.
+    across : int
+        Warps that share the same rows: 1 but for dk and dv.
+    blocks : int
+        Blocks per multiprocessor that the compiler has to leave registers for.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    depth_v: int
+    warps: int
+    stages: int = 1
+    across: int = 1
+    blocks: int = 1
+
+    @property
+    def family(self) -> str:
+        """The kernel family that the tile is for."""
+        return "mma"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def name(self) -> str:
+        """The tile in a kernel's name: w is for warps, s for stages, a for across."""
+        across = f"a{self.across}" if self.across != 1 else ""
+        return (
+            f"{self.rows}x{self.columns}d{self.depth}v{self.depth_v}"
+            f"_{self.warps}w{self.stages}s{across}_{self.blocks}b"
+        )
+
+    def constants(self, dtype: np.dtype, variant: Variant) -> dict[str, bool | int]:
+        """Return what a kernel's traits hold of the tile.
+
+        A product of float32 is made of three of tf32, unless one is precise enough.
+        """
+        split = dtype == np.float32 and not variant.tf32
+        return {
+            "Rows": self.rows,
+            "Columns": self.columns,
+            "Depth": self.depth,
+            "DepthV": self.depth_v,
+            "Warps": self.warps,
+            "Stages": self.stages,
+            "Across": self.across,
+            "Products": 3 if split else 1,
+        }
+
+    def shared_memory(self, kernel: str, dtype: np.dtype, variant: Variant) -> int:
+        """Return the bytes of shared memory of a kernel; the compiler checks them."""
+        size = dtype.itemsize
+
+        def both(rows: int) -> int:
+            return _tile_bytes(rows, self.depth, size) + _tile_bytes(
+                rows, self.depth_v, size
+            )
+
+        weights = _tile_bytes(self.rows, self.columns, size)
+        other = self.stages * both(self.columns)
+        # A bit for each column of a warp's rows, where a tile is looked through.
+        looked_through = variant.mask or variant.bias is not None
+        seen = _round_up(8 * -(-self.columns // 32), 16) if looked_through else 0
+        if kernel == "forward":
+            # The output takes the place of q in the end.
+            widest = max(self.depth, self.depth_v)
+            return _tile_bytes(self.rows, widest, size) + other + seen
+        if kernel == "convert_dq":
+            return PASS_THREADS // 32 * _tile_bytes(16, self.depth, size)
+        if kernel == "backward_dq":
+            return both(self.rows) + other + seen
+        if kernel == "backward_dbias":
+            return both(self.rows) + both(self.columns)
+        # dS, for dq also that of the tile before, and P.
+        copies = 2 if kernel == "backward" else 0
+        if self.across > 1:
+            copies = max(copies, 1) + 1
+        rows = 2 * self.stages * self.columns * accumulator(dtype).itemsize
+        return both(self.rows) + other + copies * weights + rows
+
+    def fault(self, dtype: np.dtype) -> str:
+        """Return why no kernel can have the tile; empty if one can."""
+        # Rows of the other side that one read from shared memory brings.
+        rows_read = 16 if dtype.itemsize == 2 else 8
+        if min(self.warps, self.stages, self.across, self.blocks) < 1:
+            return "warps, stages, across and blocks must be at least 1"
+        if self.stages > 2:
+            return "stages must be 1 or 2"
+        if self.warps % self.across or self.threads > 1024:
+            return "warps must be a multiple of across, and at most 32"
+        if self.rows < 1 or self.rows % (16 * self.warps // self.across):
+            return "rows must be a multiple of 16 * warps / across"
+        columns = math.lcm(16, rows_read * self.across)
+        if self.columns < 1 or self.columns % columns:
+            return f"columns must be a multiple of {columns}"
+        depth = depth_multiple(dtype.itemsize, self.across)
+        if min(self.depth, self.depth_v) < 1 or any(
+            d % depth for d in (self.depth, self.depth_v)
+        ):
+            return f"depth and depth_v must be multiples of {depth}"
+        return ""
+
+
+Tile = SimtTile | MmaTile
+
+
+def depth_multiple(itemsize: int, across: int) -> int:
+    """Return what the channels of an `MmaTile` are a multiple of.
+
+    Each of the warps across has whole reads of them, from shared memory.
+    """
+    channels_read = 32 if itemsize == 4 else 16
+    return math.lcm(32, channels_read * across)
+
+
+def _tile_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """Return the size of a tile in shared memory."""
+    return rows * (columns * itemsize + _ROW_PADDING)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
