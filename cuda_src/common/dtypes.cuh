@@ -41,6 +41,7 @@ template <>
 struct Constants<double> {
   static constexpr double kLog2E = 1.44269504088896340736;
   static CUPY_FLASH_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
+  static CUPY_FLASH_DEVICE double lowest() { return __longlong_as_double(0xffefffffffffffffll); }
 };
 
 CUPY_FLASH_DEVICE float widen(fp16 x) { return ptx::fp16_to_float(x.bits); }

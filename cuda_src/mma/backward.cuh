@@ -67,8 +67,8 @@ struct DqUnits {
   static constexpr int kCount = kRowTiles / kTiles * kAcross;
 };
 
-// A key that no query sees must not reach dQ as 0 * NaN: rows of K and V that aren't finite become
-// zeros if nobody sees them. `seen` tells of a key.
+// A key that no query sees must not reach a sum as 0 * NaN: rows of K and V that aren't finite
+// become zeros if nobody sees them. `seen` tells of a key.
 template <int kThreads, class TileK, class TileV, class Seen>
 CUPY_FLASH_DEVICE void drop_never_seen(TileK& k, TileV& v, int key0, const Seen& seen) {
   const auto finite = [](auto& tile, int row) {
@@ -151,7 +151,7 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
   int query0 = first;
   if (head < last_head) load_queries(0, head, query0);
   ptx::cp_async_commit();
-  if constexpr (kSumsDq && kDropsUnseen<Traits>) {
+  if constexpr (kDropsUnseen<Traits>) {
     ptx::cp_async_wait<0>();
     __syncthreads();
     drop_never_seen<kThreads>(shared.k, shared.v, row0, [&](int key) {
@@ -171,21 +171,23 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
 
   using TileW = Tile<Element, kRows, kColumns>;
   [[maybe_unused]] const auto add_dq = [&](int slot, int of_head, int of_query0) {
-    using Units = DqUnits<Traits>;
-    if (Units::kCount < Traits::kWarps && warp >= Units::kCount) return;
-    const int row_tile = warp / Units::kAcross * Units::kTiles;
-    const int tile = warp % Units::kAcross * Units::kN;
-    Acc dq[Units::kTiles][Units::kN][4] = {};
-    multiply_rows<Atom, kRows>(dq,
-                               TransposedWeights<Atom, TileW>{shared.weights[slot], 16 * row_tile},
-                               shared.k, 8 * tile);
-    const DqSums<Traits> sums(params, batch.flat, of_head);
+    if constexpr (kSumsDq) {
+      using Units = DqUnits<Traits>;
+      if (Units::kCount < Traits::kWarps && warp >= Units::kCount) return;
+      const int row_tile = warp / Units::kAcross * Units::kTiles;
+      const int tile = warp % Units::kAcross * Units::kN;
+      Acc dq[Units::kTiles][Units::kN][4] = {};
+      multiply_rows<Atom, kRows>(
+          dq, TransposedWeights<Atom, TileW>{shared.weights[slot], 16 * row_tile}, shared.k,
+          8 * tile);
+      const DqSums<Traits> sums(params, batch.flat, of_head);
 #pragma unroll
-    for (int i = 0; i < Units::kTiles; ++i) {
-      if (of_query0 + 16 * (row_tile + i) >= params.seqlen_q) continue;
+      for (int i = 0; i < Units::kTiles; ++i) {
+        if (of_query0 + 16 * (row_tile + i) >= params.seqlen_q) continue;
 #pragma unroll
-      for (int j = 0; j < Units::kN; ++j) {
-        sums.add(of_query0 / 16 + row_tile + i, tile + j, dq[i][j]);
+        for (int j = 0; j < Units::kN; ++j) {
+          sums.add(of_query0 / 16 + row_tile + i, tile + j, dq[i][j]);
+        }
       }
     }
   };
@@ -208,7 +210,7 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
 
     const int key0 = row0 + warp_row;
     const int part_query0 = query0 + 8 * kN * part;
-    const TileView<Traits> view(mask, part_query0, 8 * kN, key0, 16 * kM);
+    const bool clear = all_visible(mask, part_query0, 8 * kN, key0, 16 * kM);
     const Acc* const lse = shared.lse[stage] + 8 * kN * part;
     const Acc* const delta = shared.delta[stage] + 8 * kN * part;
     Acc s[kM][kN][4] = {};
@@ -227,7 +229,7 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
                                               8 * kN * part);
     if constexpr (Logits<Traits>::kDeferScale) {
       // P = exp(S - lse), beside dPᵀ = V dOᵀ, then dS = P (dP - delta)
-      if (!view.all_visible) hide_columns(s, mask, part_query0, key0);
+      if (!clear) hide_columns(s, mask, part_query0, key0);
       for_columns<kM, kN>(lse, delta,
                           [&](const RowTerms<Acc>& terms, int i, int j, int half, int c) {
                             Acc& x = s[i][j][2 * half + c];
@@ -245,7 +247,7 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
                           [&](const RowTerms<Acc>& terms, int i, int j, int half, int c) {
                             const int query = part_query0 + 8 * j + 2 * lane.t + c;
                             const int key = key0 + 16 * i + 8 * half + lane.g;
-                            const bool visible = view.all_visible || mask.visible(query, key);
+                            const bool visible = clear || mask.visible(query, key);
                             differentiate(logits, terms, query, key, visible, s[i][j][2 * half + c],
                                           dp[i][j][2 * half + c]);
                           });

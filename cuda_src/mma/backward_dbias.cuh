@@ -87,19 +87,19 @@ CUPY_FLASH_DEVICE void backward_dbias(const Params<Traits::kBatchAxes>& params) 
     multiply_transposed<Atom, Traits::kDepth>(s, shared.q, warp_row, shared.k, 0);
     multiply_transposed<Atom, Traits::kDepthV>(dp, shared.dout, warp_row, shared.v, 0);
     // dlogit, without the factor that a softcap puts between logit and product.
-    const TileView<Traits> view(mask, query0 + warp_row, 16 * kM, key0, kColumns);
+    const bool clear = all_visible(mask, query0 + warp_row, 16 * kM, key0, kColumns);
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query = view.query0 + 16 * i + 8 * half + lane.g;
+        const int query = query0 + warp_row + 16 * i + 8 * half + lane.g;
 #pragma unroll
         for (int j = 0; j < kN; ++j) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const int x = 2 * half + c;
             const int key = key0 + 8 * j + 2 * lane.t + c;
-            const bool visible = view.all_visible || mask.visible(query, key);
+            const bool visible = clear || mask.visible(query, key);
             Acc unused = Acc(0);
             differentiate(logits, terms[i][half], query, key, visible, s[i][j][x], unused);
             if (s[i][j][x] != Acc(0)) {

@@ -86,11 +86,11 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
     multiply_transposed<Atom, Traits::kDepthV>(dp, shared.dout, warp_row, shared.v[stage], 0);
 
     // P = exp(S - lse), dS = P (dP - delta)
-    const TileView<Traits> view(mask, row0 + warp_row, 16 * kM, key0, kColumns);
-    if (view.all_visible) {
-      differentiate_rows<false>(s, dp, terms, mask, logits, view.query0, key0);
+    const int query0 = row0 + warp_row;
+    if (all_visible(mask, query0, 16 * kM, key0, kColumns)) {
+      differentiate_rows<false>(s, dp, terms, mask, logits, query0, key0);
     } else {
-      differentiate_rows<true>(s, dp, terms, mask, logits, view.query0, key0);
+      differentiate_rows<true>(s, dp, terms, mask, logits, query0, key0);
     }
     if constexpr (kDropsUnseen<Traits>) {
       note_seen<Traits>(shared.seen[parity], s, [](Acc p) { return !(p == Acc(0)); });

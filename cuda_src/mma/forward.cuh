@@ -56,6 +56,13 @@ CUPY_FLASH_DEVICE void store_output(const Params<Traits::kBatchAxes>& params, Ti
       int(params.seqlen_q), int(params.head_dim_v));
 }
 
+// The mask of the block's head, made anew: few tiles need it, and registers are short.
+template <class Traits>
+CUPY_FLASH_DEVICE Mask<Traits> make_mask(const Params<Traits::kBatchAxes>& params) {
+  const auto at = Block<Traits>::of_queries(params);
+  return Mask<Traits>(params, at.batch, at.head, Seqlen(params, at.batch));
+}
+
 template <class Traits>
 CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
   using Element = typename Traits::Element;
@@ -88,6 +95,7 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
   const auto v = head_matrix<const Element>(params.v, params.v_strides, batch, kv_head);
   const Range keys = mask.band.keys_of(row0, row0 + kRows);
   const int first = keys.begin / kColumns * kColumns;
+  const Range clear_of_mask = clear_keys(mask, row0 + warp_row, 16 * kM);
 
   const auto load_k = [&](int stage, int key0) {
     load_tile<kThreads, Traits::kRagged>(shared.k[stage], k, key0, keys, head_dim);
@@ -128,8 +136,12 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
     // S = Q Kᵀ
     Acc s[kM][kN][4] = {};
     multiply_transposed<Atom, Traits::kDepth>(s, shared.q, warp_row, shared.k[stage], 0);
-    const TileView<Traits> view(mask, row0 + warp_row, 16 * kM, key0, kColumns);
-    make_logits(s, mask, logits, view);
+    const bool clear = key0 >= clear_of_mask.begin && key0 + kColumns <= clear_of_mask.end;
+    if constexpr (Logits<Traits>::kDeferScale) {
+      if (!clear) hide_rows(s, make_mask<Traits>(params), row0 + warp_row, key0);
+    } else {
+      make_logits(s, mask, logits, clear, row0 + warp_row, key0);
+    }
     if constexpr (kDropsUnseen<Traits>) {
       note_seen<Traits>(shared.seen[parity], s,
                         [](Acc x) { return !(x == -Constants<Acc>::infinity()); });

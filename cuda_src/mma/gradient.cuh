@@ -15,8 +15,10 @@ struct RowTerms {
 
   // A row that sees no key gets lse = +inf, so that all its probabilities are 0.
   CUPY_FLASH_DEVICE static RowTerms of(Acc lse, Acc delta) {
-    const bool empty = lse == -Constants<Acc>::infinity();
-    return {empty ? Constants<Acc>::infinity() : lse * Constants<Acc>::kLog2E, delta};
+    if (lse == -Constants<Acc>::infinity()) return {Constants<Acc>::infinity(), delta};
+    // Of the lowest numbers the product is -inf, which would make NaN of a logit as low.
+    const Acc exponent = lse * Constants<Acc>::kLog2E;
+    return {exponent < Constants<Acc>::lowest() ? Constants<Acc>::lowest() : exponent, delta};
   }
 };
 

@@ -23,49 +23,82 @@ struct alignas(16) SeenKeys {
 template <int kColumns>
 struct SeenKeys<kColumns, false> {};
 
-// Where a tile of S lies, and whether its elements have to be looked at.
-template <class Traits>
-struct TileView {
-  int query0;
-  int key0;
-  bool all_visible;
-
-  // Queries past the end do no harm as long as nothing is read for them: their rows of q and dO are
-  // zeros, and they aren't stored.
-  CUPY_FLASH_DEVICE TileView(const Mask<Traits>& mask, int q0, int rows, int k0, int columns)
-      : query0(q0), key0(k0) {
-    const int q1 = Logits<Traits>::kDeferScale ? min_of(q0 + rows, mask.band.seqlen.q) : q0 + rows;
-    all_visible = mask.all_visible(q0, q1, k0, k0 + columns);
-  }
-};
-
-// The keys that a query sees by the band, or the queries that see a key, as plain limits.
 CUPY_FLASH_DEVICE bool contains(const Range& range, int i) {
   return i >= range.begin && i < range.end;
 }
 
-// Products of a warp's rows with all keys of the tile become logits; -inf where hidden.
-template <class Traits, int kM, int kN>
-CUPY_FLASH_DEVICE void make_logits(Accumulator<typename Traits::Element> (&s)[kM][kN][4],
-                                   const Mask<Traits>& mask, const Logits<Traits>& logits,
-                                   const TileView<Traits>& view) {
-  using Acc = Accumulator<typename Traits::Element>;
-  if (Logits<Traits>::kDeferScale && view.all_visible) return;
+// Whether no pair of a tile has to be looked at. Queries past the end do no harm as long as nothing
+// is read for them: their rows of q and dO are zeros, and they aren't stored.
+template <class Traits>
+CUPY_FLASH_DEVICE bool all_visible(const Mask<Traits>& mask, int query0, int rows, int key0,
+                                   int columns) {
+  int query1 = query0 + rows;
+  if constexpr (Logits<Traits>::kDeferScale) query1 = min_of(query1, mask.band.seqlen.q);
+  return mask.all_visible(query0, query1, key0, key0 + columns);
+}
+
+// The keys that all of some queries see, as far as the band decides; none if a mask array does.
+template <class Traits>
+CUPY_FLASH_DEVICE Range clear_keys(const Mask<Traits>& mask, int query0, int rows) {
+  if constexpr (Traits::kMask) return {0, 0};
+  const Range last = mask.band.keys_of(query0 + rows - 1, query0 + rows);
+  const Range first = mask.band.keys_of(query0, query0 + 1);
+  Range clear = {0, first.end};
+  if constexpr (Traits::kBandLeft) clear.begin = last.begin;
+  // The last queries may lie past the end.
+  if (query0 + rows > mask.band.seqlen.q) {
+    if constexpr (!Logits<Traits>::kDeferScale) return {0, 0};
+    if constexpr (Traits::kBandLeft) {
+      clear.begin = mask.band.keys_of(mask.band.seqlen.q - 1, mask.band.seqlen.q).begin;
+    }
+  }
+  return clear;
+}
+
+// Products whose rows are queries become -inf where the pair is hidden.
+template <class Traits, int kM, int kN, class Acc>
+CUPY_FLASH_DEVICE void hide_rows(Acc (&s)[kM][kN][4], const Mask<Traits>& mask, int query0,
+                                 int key0) {
   const Lane lane;
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = view.query0 + 16 * i + 8 * half + lane.g;
+      const int query = query0 + 16 * i + 8 * half + lane.g;
       const Range keys = mask.band.keys_of(query, query + 1);
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
+          const int key = key0 + 8 * j + 2 * lane.t + c;
+          if (!(contains(keys, key) && mask.keeps(query, key))) {
+            s[i][j][2 * half + c] = -Constants<Acc>::infinity();
+          }
+        }
+      }
+    }
+  }
+}
+
+// Products of queries and keys become logits; -inf where hidden.
+template <class Traits, int kM, int kN, class Acc>
+CUPY_FLASH_DEVICE void make_logits(Acc (&s)[kM][kN][4], const Mask<Traits>& mask,
+                                   const Logits<Traits>& logits, bool all_visible, int query0,
+                                   int key0) {
+  const Lane lane;
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = query0 + 16 * i + 8 * half + lane.g;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = key0 + 8 * j + 2 * lane.t + c;
           Acc& x = s[i][j][2 * half + c];
-          const int key = view.key0 + 8 * j + 2 * lane.t + c;
-          const bool visible = view.all_visible || (contains(keys, key) && mask.keeps(query, key));
-          x = visible ? logits.value(x, query, key) : -Constants<Acc>::infinity();
+          x = all_visible || mask.visible(query, key) ? logits.value(x, query, key)
+                                                      : -Constants<Acc>::infinity();
         }
       }
     }

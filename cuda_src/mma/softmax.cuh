@@ -97,9 +97,10 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Whether an exponent is finite and so large that its rounding shows in the exponential.
-  CUPY_FLASH_DEVICE static bool is_huge(Acc exponent) {
-    return abs_of(exponent) > kHuge && abs_of(exponent) < Constants<Acc>::infinity();
+  // Whether a logit is finite and its exponent so large that rounding shows in the exponential, or
+  // beyond all numbers.
+  CUPY_FLASH_DEVICE static bool is_huge(Acc logit, Acc to_exponent) {
+    return abs_of(logit) * to_exponent > kHuge && abs_of(logit) < Constants<Acc>::infinity();
   }
 
   template <int kO>
@@ -114,13 +115,13 @@ struct OnlineSoftmax {
         const Acc after = max_of(before, largest[i][half]);
         const Acc shift_before = before * to_exponent;
         const Acc shift_after = after * to_exponent;
-        const bool subtracts = is_huge(shift_before) || is_huge(shift_after);
+        const bool subtracts = is_huge(before, to_exponent) || is_huge(after, to_exponent);
         const Acc exponent =
             subtracts ? (before - after) * to_exponent : shift_before - shift_after;
         // Both may be -inf.
         const Acc rescale = before == after ? Acc(1) : exp2_of(exponent);
         reference[i][half] = after;
-        some_huge = some_huge || is_huge(shift_after);
+        some_huge = some_huge || is_huge(after, to_exponent);
         sum[i][half] *= rescale;
 #pragma unroll
         for (int j = 0; j < kO; ++j) {
@@ -145,7 +146,7 @@ struct OnlineSoftmax {
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool exact = is_huge(shift[i][half]);
+        const bool exact = is_huge(base(i, half), to_exponent);
 #pragma unroll
         for (int j = 0; j < kN; ++j) {
 #pragma unroll

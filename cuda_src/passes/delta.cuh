@@ -16,18 +16,24 @@ CUPY_FLASH_DEVICE Accumulator<Element> partial_delta(const Matrix<const Element>
   using Acc = Accumulator<Element>;
   constexpr int kPack = 16 / int(sizeof(Element));
   Acc sum = Acc(0);
-  if (whole_packs) {
-    for (int c = lane * kPack; c < columns; c += kLanes * kPack) {
-      const auto a = read_pack<Element, kPack>(dout.at(row, c));
-      const auto b = read_pack<Element, kPack>(out.at(row, c));
+  // In the same order whatever the strides are, so that they don't show in the result.
+  for (int first = lane * kPack; first < columns; first += kLanes * kPack) {
+    Pack<Element, kPack> a = {};
+    Pack<Element, kPack> b = {};
+    if (whole_packs) {
+      a = read_pack<Element, kPack>(dout.at(row, first));
+      b = read_pack<Element, kPack>(out.at(row, first));
+    } else {
 #pragma unroll
       for (int e = 0; e < kPack; ++e) {
-        sum = fma_of(Acc(widen(a.element[e])), Acc(widen(b.element[e])), sum);
+        if (first + e >= columns) break;
+        a.element[e] = *dout.at(row, first + e);
+        b.element[e] = *out.at(row, first + e);
       }
     }
-  } else {
-    for (int c = lane; c < columns; c += kLanes) {
-      sum = fma_of(Acc(widen(*dout.at(row, c))), Acc(widen(*out.at(row, c))), sum);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      sum = fma_of(Acc(widen(a.element[e])), Acc(widen(b.element[e])), sum);
     }
   }
   return sum;

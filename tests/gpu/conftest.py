@@ -17,8 +17,27 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def precompiled_kernels(request: pytest.FixtureRequest) -> None:
-    """The kernels of all tests that have a case as a parameter, in the cache."""
+def precompiled_kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The kernels of all tests that have a case as a parameter, in the cache.
+
+    With ``-n``, one process compiles them and the others wait for it.
+    """
+    worker = getattr(request.config, "workerinput", {}).get("workerid", "gw0")
+    done = tmp_path_factory.getbasetemp().parent / "gpu-kernels-compiled"
+    if worker != "gw0":
+        while not done.exists():
+            time.sleep(0.1)
+        return
+    try:
+        precompile_for(request)
+    finally:
+        done.touch()
+
+
+def precompile_for(request: pytest.FixtureRequest) -> None:
+    """Compile what the selected tests need."""
     from cupy_flash.compiler import CompileError, precompile
     from cupy_flash.device import hypothetical
 

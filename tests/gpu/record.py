@@ -35,6 +35,7 @@ class Recorder:
         self.precompiled: dict[str, Any] = {}
         self.deselected = 0
         self.not_collected = 0
+        self.collected_by_workers: set[str] = set()
         self.message = ""
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -42,6 +43,11 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.not_collected += report.failed
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """With ``-n``, the processes that run the tests collect them."""
+        self.collected_by_workers.update(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._folder(report.nodeid) is None:
@@ -57,6 +63,8 @@ class Recorder:
             self.outcomes[report.nodeid] = "passed"
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput"):
+            return  # the process that collects all reports writes them down
         ran = [
             node
             for node, outcome in self.outcomes.items()
@@ -114,7 +122,8 @@ class Recorder:
 
     def _is_whole(self, session: pytest.Session, exitstatus: int) -> bool:
         """Whether every test in tests/gpu was run."""
-        items = [x.nodeid for x in session.items if self._folder(x.nodeid) == GPU_TESTS]
+        nodes = self.collected_by_workers or {x.nodeid for x in session.items}
+        items = [node for node in nodes if self._folder(node) == GPU_TESTS]
         on_disk = {
             path.relative_to(ROOT).as_posix()
             for path in (ROOT / GPU_TESTS).rglob("test_*.py")
