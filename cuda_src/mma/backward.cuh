@@ -173,20 +173,22 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
   [[maybe_unused]] const auto add_dq = [&](int slot, int of_head, int of_query0) {
     if constexpr (kSumsDq) {
       using Units = DqUnits<Traits>;
-      if (Units::kCount < Traits::kWarps && warp >= Units::kCount) return;
-      const int row_tile = warp / Units::kAcross * Units::kTiles;
-      const int tile = warp % Units::kAcross * Units::kN;
-      Acc dq[Units::kTiles][Units::kN][4] = {};
-      multiply_rows<Atom, kRows>(
-          dq, TransposedWeights<Atom, TileW>{shared.weights[slot], 16 * row_tile}, shared.k,
-          8 * tile);
       const DqSums<Traits> sums(params, batch.flat, of_head);
+#pragma unroll 1
+      for (int unit = warp; unit < Units::kCount; unit += Traits::kWarps) {
+        const int row_tile = unit / Units::kAcross * Units::kTiles;
+        const int tile = unit % Units::kAcross * Units::kN;
+        Acc dq[Units::kTiles][Units::kN][4] = {};
+        multiply_rows<Atom, kRows>(
+            dq, TransposedWeights<Atom, TileW>{shared.weights[slot], 16 * row_tile}, shared.k,
+            8 * tile);
 #pragma unroll
-      for (int i = 0; i < Units::kTiles; ++i) {
-        if (of_query0 + 16 * (row_tile + i) >= params.seqlen_q) continue;
+        for (int i = 0; i < Units::kTiles; ++i) {
+          if (of_query0 + 16 * (row_tile + i) >= params.seqlen_q) continue;
 #pragma unroll
-        for (int j = 0; j < Units::kN; ++j) {
-          sums.add(of_query0 / 16 + row_tile + i, tile + j, dq[i][j]);
+          for (int j = 0; j < Units::kN; ++j) {
+            sums.add(of_query0 / 16 + row_tile + i, tile + j, dq[i][j]);
+          }
         }
       }
     }

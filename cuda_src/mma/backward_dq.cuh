@@ -54,7 +54,9 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
   };
 
   if constexpr (kDropsUnseen<Traits>) {
-    if (threadIdx.x < 2 * shared.kWords) shared.seen[0][threadIdx.x] = 0;
+    if (threadIdx.x < 2 * shared.kWords) {
+      shared.seen[threadIdx.x / shared.kWords][threadIdx.x % shared.kWords] = 0;
+    }
   }
   load_tile<kThreads, Traits::kRagged>(
       shared.q, head_matrix<const Element>(params.q, params.q_strides, batch, head), row0,

@@ -108,7 +108,9 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params) {
   Acc o[kM][kO][4] = {};
 
   if constexpr (kDropsUnseen<Traits>) {
-    if (threadIdx.x < 2 * shared.kWords) shared.seen[0][threadIdx.x] = 0;
+    if (threadIdx.x < 2 * shared.kWords) {
+      shared.seen[threadIdx.x / shared.kWords][threadIdx.x % shared.kWords] = 0;
+    }
   }
   load_tile<kThreads, Traits::kRagged>(shared.q, q, row0, {0, seqlen.q}, head_dim);
   if (first < keys.end) {

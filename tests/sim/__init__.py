@@ -1,0 +1,1 @@
+"""Runs the CUDA sources on the CPU, under the address and undefined sanitizers."""

@@ -1,0 +1,126 @@
+"""Compiles a kernel for the CPU, together with what stands in for the GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from cupy_flash.compiler import source_root
+from cupy_flash.spec import KernelSpec
+
+HOST = Path(__file__).with_name("host")
+_FLAGS = (
+    "-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-Wno-unknown-pragmas",
+)  # fmt: skip
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be compiled for the CPU."""
+
+
+@functools.cache
+def compiler() -> str | None:
+    """Return the C++ compiler, the one that CXX names first; None if there is none."""
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+@functools.cache
+def cache() -> Path:
+    """Return the folder of compiled kernels."""
+    named = os.environ.get("CUPY_FLASH_SIM_CACHE")
+    folder = Path(named or Path(tempfile.gettempdir(), f"cupy-flash-sim-{os.getuid()}"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def source(spec: KernelSpec) -> str:
+    """Return the translation unit: the kernel, and a main that launches it."""
+    params = f"cupy_flash::Params<{spec.batch_axes}>"
+    return f"""#include "main.h"
+#include "{spec.header}"
+
+{spec.tail()}
+int main(int argc, char** argv) {{
+  const auto kernel = [](const {params}& params) {{
+    cupy_flash::{spec.symbol}(params);
+  }};
+  return sim::main_of<{params}>("{spec.symbol}", argc, argv, kernel);
+}}
+"""
+
+
+def executable(spec: KernelSpec, capability: int, sources: Path | None = None) -> Path:
+    """Compile a kernel, or return what was compiled before.
+
+    Parameters
+    ----------
+    capability : int
+        Of the GPU that is simulated, such as 90.
+    sources : Path, optional
+        Another folder in place of ``cuda_src``.
+
+    Raises
+    ------
+    BuildError
+        With the compiler's messages.
+    """
+    sources = source_root() if sources is None else sources
+    text = source(spec)
+    flags = (*_FLAGS, f"-DSIM_CAPABILITY={capability}")
+    key = _hash(repr(flags), text, _digest(HOST), _digest(sources))
+    path = cache() / key
+    if not path.exists():
+        header = _precompiled_header(flags)
+        _compile(
+            path, text, *flags, f"-I{header}", f"-I{HOST}", f"-I{sources}",
+            "-x", "c++", "-",
+        )  # fmt: skip
+    return path
+
+
+@functools.cache
+def _precompiled_header(flags: tuple[str, ...]) -> Path:
+    """Return the folder of what all kernels begin with, compiled once."""
+    folder = cache() / f"header-{_hash(repr(flags), _digest(HOST))}"
+    folder.mkdir(exist_ok=True)
+    path = folder / "main.h.gch"
+    if not path.exists():
+        header = str(HOST / "main.h")
+        _compile(path, "", *flags, f"-I{HOST}", "-x", "c++-header", header)
+    return folder
+
+
+def _compile(path: Path, text: str, *arguments: str) -> None:
+    """Compile a text; nobody sees half a result."""
+    with tempfile.NamedTemporaryFile(dir=cache(), delete=False) as file:
+        part = Path(file.name)
+    done = subprocess.run(
+        [compiler(), *arguments, "-o", str(part)],
+        input=text, text=True, capture_output=True,
+    )  # fmt: skip
+    if done.returncode:
+        part.unlink()
+        raise BuildError(done.stderr[:4000])
+    part.chmod(0o755)
+    os.replace(part, path)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    """Return a hash of all files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()
