@@ -61,7 +61,8 @@ class SimDevice:
     info : DeviceInfo
         The GPU that is simulated.
     order : {"ascending", "descending", "random"}
-        In which order threads run between two points at which they wait.
+        Which of the warps that can go on does, the first, the last or any, and in
+        which order its threads run.
     early : bool
         Whether asynchronous copies happen at once, not as late as waits allow.
     sources : Path, optional

@@ -79,7 +79,6 @@ struct Block {
   unsigned grid = 0;
   const char* kernel = "";
   std::vector<Thread> threads;
-  std::vector<int> order;
   std::vector<Meeting> warps;
   Meeting whole;
   std::map<int, Meeting> named;
@@ -243,6 +242,26 @@ inline void wait_for_groups(size_t left) {
 
 // --- Running ------------------------------------------------------------------------------------
 
+inline bool can_run(const Thread& thread) { return !thread.done && !thread.waits; }
+
+// The warp that goes on, -1 if all have ended. The first one that can goes as far as it can, so
+// that others are far behind; or the last one; or any.
+inline int next_warp(Block& b) {
+  std::vector<int> able;
+  for (size_t w = 0; w < b.warps.size(); ++w) {
+    const auto begin = b.threads.begin() + long(32 * w);
+    const auto end = b.threads.begin() + long(std::min(b.threads.size(), 32 * (w + 1)));
+    if (std::any_of(begin, end, can_run)) able.push_back(int(w));
+  }
+  if (able.empty()) {
+    if (alive() > 0) fail("no thread can go on");
+    return -1;
+  }
+  if (b.settings.order == Order::kAscending) return able.front();
+  if (b.settings.order == Order::kDescending) return able.back();
+  return able[b.random() % able.size()];
+}
+
 inline void run_block(Block& b) {
   the_block = &b;
   // What a kernel doesn't write must not look like a number.
@@ -258,19 +277,15 @@ inline void run_block(Block& b) {
     thread.groups.assign(1, {});
   }
   for (;;) {
-    if (b.settings.order == Order::kRandom) std::shuffle(b.order.begin(), b.order.end(), b.random);
-    bool moved = false;
-    bool left = false;
-    for (int index : b.order) {
-      Thread& thread = b.threads[index];
-      if (thread.done) continue;
-      left = true;
-      if (thread.waits) continue;
-      resume(thread);
-      moved = true;
+    const int warp = next_warp(b);
+    if (warp < 0) return;
+    std::vector<int> order;
+    for (size_t i = 32 * warp; i < std::min(b.threads.size(), size_t(32 * (warp + 1))); ++i) {
+      if (can_run(b.threads[i])) order.push_back(int(i));
     }
-    if (!left) return;
-    if (!moved) fail("no thread can go on");
+    if (b.settings.order == Order::kDescending) std::reverse(order.begin(), order.end());
+    if (b.settings.order == Order::kRandom) std::shuffle(order.begin(), order.end(), b.random);
+    for (int index : order) resume(b.threads[index]);
   }
 }
 
@@ -295,9 +310,7 @@ inline void run_grid(const char* kernel, unsigned grid, unsigned threads, size_t
                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE) != 0) std::abort();
     b.threads[i].stack = static_cast<char*>(stack);
-    b.order.push_back(int(i));
   }
-  if (settings.order == Order::kDescending) std::reverse(b.order.begin(), b.order.end());
   for (unsigned index = 0; index < grid; ++index) {
     b.block_index = index;
     run_block(b);
