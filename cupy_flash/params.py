@@ -28,6 +28,9 @@ _SCALARS = (
     "right", "top_left", "q_lengths_bytes", "k_lengths_bytes", "dbias_splits",
 )  # fmt: skip
 
+# Arrays that a kernel may load in pieces of 16 bytes.
+_LOADED_WIDE = ("q", "k", "v", "dout")
+
 _UNLIMITED = 2**32  # further than any two tokens are apart
 
 
@@ -128,7 +131,13 @@ def make_template(problem: Problem, dbias_splits: int) -> Template:
 
 
 def _element_strides(operand: Operand, batch: Batch, axes: int) -> list[int]:
-    own = operand.strides[len(operand.strides) - axes :] if axes else ()
+    first = len(operand.shape) - axes
+    own = list(operand.strides[first:])
+    if operand.name in _LOADED_WIDE:
+        # The stride of an axis of size 1 leads nowhere and may be anything. 0 keeps
+        # addresses aligned that are formed and not read.
+        steps = zip(operand.shape[first:], own, strict=True)
+        own = [step if size > 1 else 0 for size, step in steps]
     strides = (*batch.strides[operand.name], *own)
     return [stride // operand.dtype.itemsize for stride in strides]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from . import configs
@@ -13,6 +15,8 @@ from .tiles import MmaTile, Tile
 # Inputs that are loaded in pieces of 16 bytes. What else there is comes by elements.
 LOADED_WIDE = ("q", "k", "v", "dout")
 _WIDTH = 16
+# Bytes of workspace that nobody minds.
+_NEGLIGIBLE = 2**20
 # Bytes of shared memory that each block takes beside its own.
 _RESERVED = 1024
 _MMA_ROWS = 16  # queries of one mma.sync, and so of a row of workspace `dq_sums`
@@ -71,32 +75,53 @@ class MmaBuilder(Builder):
         """Plan the backward pass."""
         self.add_delta()
         if self.problem.deterministic:
-            self.reasons.append(
+            self._two_kernels(
                 "deterministic: dq has a kernel of its own and none adds by atomics, "
                 "so every run gives the same bits"
             )
-            tile = self._tile("backward_dq", configs.MMA_BACKWARD_DQ)
-            self.add_step("backward_dq", tile, self._query_blocks(tile.rows))
-            tile = self._tile("backward_dkdv", configs.MMA_BACKWARD)
-            self.add_step("backward_dkdv", tile, self._key_blocks(tile.rows))
+        elif self._sums_take_too_much():
+            self._two_kernels(
+                "dq has a kernel of its own: its sums, which come in fragments of 16 "
+                "queries, would take more memory than out, lse and dq together"
+            )
         else:
             self._all_gradients()
         if self.problem.bias_grad:
             self.add_dbias(self._tile("backward_dbias", configs.MMA_BACKWARD_DBIAS))
 
+    def _two_kernels(self, reason: str) -> None:
+        """Plan a kernel for dq and one for dk and dv; both make the logits."""
+        self.reasons.append(reason)
+        tile = self._tile("backward_dq", configs.MMA_BACKWARD_DQ)
+        self.add_step("backward_dq", tile, self._query_blocks(tile.rows))
+        tile = self._tile("backward_dkdv", configs.MMA_BACKWARD)
+        self.add_step("backward_dkdv", tile, self._key_blocks(tile.rows))
+
+    def _sums_of_dq(self, tile: MmaTile) -> tuple[int, ...]:
+        """Return the shape of the workspace in which blocks add up dq."""
+        p = self.problem
+        rows = blocks(p.seqlen_q, _MMA_ROWS)
+        return (p.batch, p.heads_q, rows, tile.depth // _MMA_COLUMNS, 32, 4)
+
+    def _sums_take_too_much(self) -> bool:
+        """Whether the sums of dq are larger than out, lse, and dq in their dtype."""
+        p = self.problem
+        sums = self._sums_of_dq(self._find("backward", configs.MMA_BACKWARD))
+        row = p.head_dim_v * p.dtype.itemsize + (p.head_dim + 1) * self.sums.itemsize
+        limit = p.batch * p.heads_q * p.seqlen_q * row
+        return math.prod(sums) * self.sums.itemsize > limit + _NEGLIGIBLE
+
     def _all_gradients(self) -> None:
         """Plan one kernel for dq, dk and dv, which computes the logits once."""
-        p = self.problem
         self.reasons.append(
             "one kernel for dq, dk and dv: its blocks add to dq by atomics, so the "
             "last bits of dq may differ between runs; deterministic=True avoids that"
         )
         tile = self._tile("backward", configs.MMA_BACKWARD)
+        sums = self._sums_of_dq(tile)
         self.add_step("backward", tile, self._key_blocks(tile.rows))
-        rows = blocks(p.seqlen_q, _MMA_ROWS)
-        shape = (p.batch, p.heads_q, rows, tile.depth // _MMA_COLUMNS, 32, 4)
-        self.add_workspace("dq_sums", shape, zero=True)
-        grid = blocks(p.batch * p.heads_q * rows, configs.PASS_THREADS // 32)
+        self.add_workspace("dq_sums", sums, zero=True)
+        grid = blocks(math.prod(sums[:3]), configs.PASS_THREADS // 32)
         self.add_pass("convert_dq", tile, grid, self.family)
 
     def add_step(self, kernel: str, tile: Tile, grid: int) -> None:
@@ -114,7 +139,14 @@ class MmaBuilder(Builder):
         return p.batch * p.heads_kv * blocks(p.seqlen_k, rows)
 
     def _tile(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
-        """Take the first row that is for the head sizes and fits the GPU."""
+        """Take a tile, and say so."""
+        tile = self._find(kernel, table)
+        if not self._is_forced(kernel):
+            self.reasons.append(f"{kernel}: tile {tile.name}")
+        return tile
+
+    def _find(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
+        """Return the first row that is for the head sizes and fits the GPU."""
         if self._is_forced(kernel):
             self._check(kernel, self.forced)
             return self.forced
@@ -124,7 +156,6 @@ class MmaBuilder(Builder):
             if row.itemsize != p.dtype.itemsize or tile is None:
                 continue
             if self._blocks_fit(kernel, tile):
-                self.reasons.append(f"{kernel}: tile {tile.name}")
                 return tile
         raise DoesNotFit(
             f"{kernel}: no tile of mma for {p.dtype} with head_dim {p.head_dim} and "

@@ -12,6 +12,8 @@ from .variant import Variant
 
 # Threads of a block of the small kernels around those of a family.
 PASS_THREADS = 128
+# Barriers of a block beside the one of all its threads.
+_BARRIERS = 15
 _ROW_PADDING = 16  # bytes between the rows of a shared-memory tile
 
 
@@ -160,7 +162,7 @@ class MmaTile:
 
         weights = _tile_bytes(self.rows, self.columns, size)
         other = self.stages * both(self.columns)
-        # A bit for each column of a warp's rows, where a tile is looked through.
+        # Bits of the keys that some row of the block sees, of this tile and the next.
         looked_through = variant.mask or variant.bias is not None
         seen = _round_up(8 * -(-self.columns // 32), 16) if looked_through else 0
         if kernel == "forward":
@@ -190,6 +192,8 @@ class MmaTile:
             return "stages must be 1 or 2"
         if self.warps % self.across or self.threads > 1024:
             return "warps must be a multiple of across, and at most 32"
+        if self.across > 1 and self.warps // self.across > _BARRIERS:
+            return f"warps must be at most {_BARRIERS} * across"
         if self.rows < 1 or self.rows % (16 * self.warps // self.across):
             return "rows must be a multiple of 16 * warps / across"
         columns = math.lcm(16, rows_read * self.across)

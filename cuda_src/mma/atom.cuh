@@ -158,7 +158,8 @@ struct Tf32<3> {
 
   Tf32() = default;
   CUPY_FLASH_DEVICE explicit Tf32(float x) {
-    // Rounded by integer arithmetic. That makes -0 of some NaN, but `low` is NaN then.
+    // Rounded by integer arithmetic. That makes -0 of some NaN, but `low` is NaN then; and infinity
+    // of the last 2^12 numbers before it, which is the price of two instructions instead of five.
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     // The tensor core ignores the last bit of `low`, which is beyond tf32.
     low = __float_as_uint(x - __uint_as_float(high));

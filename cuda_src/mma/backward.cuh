@@ -215,12 +215,12 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
     const bool clear = all_visible(mask, part_query0, 8 * kN, key0, 16 * kM);
     const Acc* const lse = shared.lse[stage] + 8 * kN * part;
     const Acc* const delta = shared.delta[stage] + 8 * kN * part;
-    Acc s[kM][kN][4] = {};
-    Acc dp[kM][kN][4] = {};
     // dQ += dS K of the tile before, of which all warps have written their part by now.
     if constexpr (kSumsDq) {
       if (before_head >= 0) add_dq(parity ^ 1, before_head, before_query0);
     }
+    Acc s[kM][kN][4] = {};
+    Acc dp[kM][kN][4] = {};
     const auto multiply_dp = [&] {
       multiply_transposed<Atom, Traits::kDepthV>(dp, shared.v, warp_row, shared.dout[stage],
                                                  8 * kN * part);
@@ -292,8 +292,10 @@ CUPY_FLASH_DEVICE void backward_keys(const Params<Traits::kBatchAxes>& params) {
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      one[i][half] = Acc(1);
-      scale[i][half] = Acc(params.scale);
+      // Keys past the end: their weights are 0, but not 0 times NaN.
+      const bool inside = row0 + warp_row + 16 * i + 8 * half + lane.g < seqlen.k;
+      one[i][half] = inside ? Acc(1) : Acc(0);
+      scale[i][half] = inside ? Acc(params.scale) : Acc(0);
     }
   }
   ptx::cp_async_wait<0>();

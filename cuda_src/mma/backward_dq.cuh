@@ -117,7 +117,14 @@ CUPY_FLASH_DEVICE void backward_dq(const Params<Traits::kBatchAxes>& params) {
 
   Acc scale[kM][2];
 #pragma unroll
-  for (int i = 0; i < kM; ++i) scale[i][0] = scale[i][1] = Acc(params.scale);
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Queries past the end: nothing was read for them, but K may hold NaN.
+      const bool inside = row0 + warp_row + 16 * i + 8 * half + Lane().g < seqlen.q;
+      scale[i][half] = inside ? Acc(params.scale) : Acc(0);
+    }
+  }
   ptx::cp_async_wait<0>();
   __syncthreads();  // every warp has read its rows of q
   write_results<Atom>(shared.q, dq, scale, warp_row, 0);

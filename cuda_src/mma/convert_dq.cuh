@@ -21,7 +21,6 @@ CUPY_FLASH_DEVICE void convert_dq(const Params<Traits::kBatchAxes>& params) {
   constexpr int kWarps = Traits::kThreads / kWarpSize;
   constexpr int kGroup = Atom::kGroup;
   auto& tile = shared_storage<ConvertDqStorage<Traits>>().dq[threadIdx.x / kWarpSize];
-  const Acc scale[1][2] = {{Acc(params.scale), Acc(params.scale)}};
   const i64 row_tiles = ceil_div(int(params.seqlen_q), 16);
   const i64 tiles = batch_size(params) * params.heads_q * row_tiles;
 
@@ -32,6 +31,10 @@ CUPY_FLASH_DEVICE void convert_dq(const Params<Traits::kBatchAxes>& params) {
     const int head = int(sequence % params.heads_q);
     const BatchIndex<Traits::kBatchAxes> batch(params, sequence / params.heads_q);
     const DqSums<Traits> sums(params, batch.flat, head);
+    // Queries past the end: K may have been NaN.
+    const int left = Seqlen(params, batch).q - 16 * row_tile - Lane().g;
+    const Acc scale[1][2] = {
+        {left > 0 ? Acc(params.scale) : Acc(0), left > 8 ? Acc(params.scale) : Acc(0)}};
     // Through shared memory: sums are read in the order of fragments, dq is written row by row.
 #pragma unroll 4
     for (int j = 0; j < Traits::kDepth / 8; j += kGroup) {

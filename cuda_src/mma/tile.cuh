@@ -37,8 +37,8 @@ CUPY_FLASH_DEVICE void load_tile(Tile<Element, kRows, kColumns>& tile,
                                  int columns) {
   constexpr int kSize = int(sizeof(Element));
   constexpr int kPack = 16 / kSize;
-  // A pass of the block covers some rows of one segment of columns; both are powers of two.
-  constexpr int kPerRow = min_of((kColumns & -kColumns) / kPack, kThreads);
+  // A pass of the block covers some rows of one segment of columns, whose size is a power of two.
+  constexpr int kPerRow = min_of((kColumns & -kColumns) / kPack, kWarpSize);
   constexpr int kSegment = kPerRow * kPack;
   constexpr int kRowsPerPass = kThreads / kPerRow;
   const int first = threadIdx.x / kPerRow;

@@ -64,7 +64,12 @@ CUPY_FLASH_DEVICE void delta(const Params<Traits::kBatchAxes>& params) {
     const i64 rest = row / params.seqlen_q;
     const int head = int(rest % params.heads_q);
     const BatchIndex<Traits::kBatchAxes> batch(params, rest / params.heads_q);
-    const bool counts = row < rows && i < Seqlen(params, batch).q;
+    bool counts = row < rows && i < Seqlen(params, batch).q;
+    if (counts) {
+      // Nothing comes from a row that sees no key, whatever dO and dlse are there.
+      const auto lse = head_vector<const Acc>(params.lse, params.lse_strides, batch, head);
+      counts = lse.data[i * lse.stride] != -Constants<Acc>::infinity();
+    }
     Acc sum = Acc(0);
     if (counts) {
       const auto out = head_matrix<const Element>(params.out, params.out_strides, batch, head);

@@ -20,6 +20,11 @@ _ALL: dict[str, Any] = {
     **_SMALL, "causal": True, "window": (60, 9), "softcap": 3.0, "alibi": "heads",
     "bias": "h1k", "mask": "b11k", "scale": -0.2, "dlse": True,
 }  # fmt: skip
+_LENGTHS: dict[str, Any] = {
+    "batch": (3,), "hq": 2, "hkv": 1, "sq": 40, "sk": 90, "q_lengths": (40, 0, 17),
+    "k_lengths": (90, 60, 0),
+}  # fmt: skip
+_FEW: dict[str, Any] = {"batch": (1,), "hq": 1, "hkv": 1, "sq": 20, "sk": 70}
 _AWAY = {"order": "random", "early": True}
 _BACK = {"order": "descending"}
 
@@ -32,6 +37,10 @@ CASES = (
     ("mma", "sm_86", Case("wide", "bfloat16", **_SMALL, d=128, dv=96)),
     ("mma", "sm_90", Case("packed", "float32", **_SMALL, d=30, memory="packed")),
     ("mma", "sm_90", Case("window", "float64", **_SMALL, d=24, window=(20, 5))),
+    ("mma", "sm_90", Case("lengths", "bfloat16", **_LENGTHS, causal=True, dv=96)),
+    ("mma", "sm_90", Case("top_left", "bfloat16", **_LENGTHS, causal="top_left")),
+    ("mma", "sm_90", Case("reversed", "bfloat16", **_FEW, d=256, memory="reversed")),
+    ("mma", "sm_90", Case("masks", "bfloat16", **_SMALL, mask="bhqk", causal=True)),
 )
 
 
@@ -62,11 +71,11 @@ def test_other_tiles_of_the_backward_pass(tile: MmaTile) -> None:
     """Warps that share keys, and two stages or one."""
     case = Case("causal", "bfloat16", **_SMALL, causal=True)
     device = SimDevice(gpu("sm_90"), **_AWAY)
-    results = forward_and(device, case, tile)
+    results = gradients_of(device, case, tile)
     compare(results, {n: t for n, t in expect_case(case).items() if n in results})
 
 
-def forward_and(device: SimDevice, case: Case, tile: MmaTile) -> dict[str, Array]:
+def gradients_of(device: SimDevice, case: Case, tile: MmaTile) -> dict[str, Array]:
     """Run a backward pass with a tile."""
     from cupy_flash import flash_attention, flash_attention_backward
 
@@ -97,6 +106,32 @@ def test_nan_in_keys_that_nobody_sees(deterministic: bool) -> None:
     clean = run(inputs, SimDevice(gpu("sm_90")), "mma", deterministic=deterministic)
     inputs.k[:, hidden] = np.nan
     inputs.v[:, hidden] = np.nan
+    dirty = run(inputs, SimDevice(gpu("sm_90")), "mma", deterministic=deterministic)
+    assert_same(dirty, clean)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["k", "v", "dout"])
+def test_past_the_lengths_all_is_zero(name: str, deterministic: bool) -> None:
+    """Whatever the valid part holds."""
+    case = Case("short", "bfloat16", batch=(1,), hq=1, hkv=1, sq=20, sk=24,
+                q_lengths=(5,), k_lengths=(7,))  # fmt: skip
+    inputs = make(case)
+    getattr(inputs, name)[:, 0] = np.nan
+    results = run(inputs, SimDevice(gpu("sm_90")), "mma", deterministic=deterministic)
+    for key, length in (("out", 5), ("dq", 5), ("dk", 7), ("dv", 7)):
+        assert not results[key][:, length:].any(), key
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_comes_from_rows_that_see_nothing(deterministic: bool) -> None:
+    """Also where dlse is NaN, as the derivative of lse = -inf is."""
+    case = Case("empty", "bfloat16", batch=(1,), hq=1, hkv=1, sq=20, sk=8,
+                causal=True, dlse=True)  # fmt: skip
+    inputs = make(case)
+    inputs.dlse[..., :12] = 0
+    clean = run(inputs, SimDevice(gpu("sm_90")), "mma", deterministic=deterministic)
+    inputs.dlse[..., :12] = np.nan
     dirty = run(inputs, SimDevice(gpu("sm_90")), "mma", deterministic=deterministic)
     assert_same(dirty, clean)
 

@@ -609,6 +609,38 @@ def test_two_axes_and_other_layouts(layout: str) -> None:
     assert plan.copies == ()
 
 
+# --- Workspace ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "sq", "heads", "d", "dtype", "fits"),
+    [
+        (8300, 1, 16, 128, "bf16", False),  # fragments of 16 queries for one
+        (64, 512, 16, 8, "bf16", False),  # 32 channels for 8
+        (64, 512, 16, 40, "bf16", False),  # 64 for 40
+        (64, 512, 16, 72, "bf16", True),  # 96 for 72
+        (64, 512, 16, 128, "bf16", True),
+        (64, 512, 16, 24, "fp32", True),
+        (1, 1, 16, 128, "bf16", True),  # next to nothing
+    ],
+)
+def test_sums_of_dq_take_no_more_than_out_lse_and_dq(
+    batch: int, sq: int, heads: int, d: int, dtype: str, fits: bool
+) -> None:
+    """Else dq has a kernel of its own, which needs no sums."""
+    q = info((batch, sq, heads, d), DTYPES[dtype])
+    lse = info((batch, heads, sq), FLOAT32)
+    arrays = {"dout": q, "q": q, "k": q, "v": q, "out": q, "lse": lse}
+    plan = make_plan(make_problem(arrays, Options("backward")), HOPPER)
+    expected = ["backward", "convert_dq"] if fits else ["backward_dq", "backward_dkdv"]
+    assert kernels(plan) == ["delta", *expected]
+    bound = batch * heads * sq * (d * q.dtype.itemsize + 4 + 4 * d)
+    sums = sum(w.nbytes for w in plan.workspace if w.name == "dq_sums")
+    assert (sums > 0) == fits
+    assert sums <= bound + 2**20
+    assert any("more memory than out" in reason for reason in plan.reasons) != fits
+
+
 # --- config= --------------------------------------------------------------------------
 
 
@@ -642,6 +674,7 @@ def test_a_tile_can_be_forced(way: str, across: int) -> None:
         ("fp16", MmaTile(48, 64, 64, 64, 4), r"rows must be a multiple"),
         ("fp16", MmaTile(0, 64, 64, 64, 4), r"rows must be a multiple"),
         ("fp16", MmaTile(64, 40, 64, 64, 4), "columns must be a multiple of 16"),
+        ("bf16", MmaTile(256, 32, 64, 64, 32, across=2), r"at most 15 \* across"),
         ("fp32", MmaTile(64, 40, 64, 64, 4), "columns must be a multiple of 16"),
         ("fp64", MmaTile(64, 8, 64, 64, 4), "columns must be a multiple of 16"),
         ("fp64", MmaTile(64, 64, 64, 64, 4, stages=3), "stages must be 1 or 2"),

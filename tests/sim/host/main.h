@@ -59,6 +59,7 @@ int main_of(const char* name, int argc, char** argv, const Kernel& kernel) {
     memory.push_back(static_cast<unsigned char*>(raw) + array.misalignment);
     read_all(file, memory.back(), array.size);
 #if SIM_ASAN
+    ASAN_POISON_MEMORY_REGION(raw, array.misalignment);
     ASAN_POISON_MEMORY_REGION(memory.back() + array.size, 1);
 #endif
   }
