@@ -499,6 +499,8 @@ LAYOUTS = (
             Case("packed_bhsd", layout="bhsd", memory="packed"),
             Case("margin", memory="margin"),
             Case("offset_46", d=46, memory="offset"),
+            # Strides of axes of size 1 are no multiples of 16 bytes.
+            Case("one_row_46", batch=(1,), hq=1, hkv=1, sq=1, sk=1, d=46),
             Case("misaligned", memory="misaligned"),
             Case("reversed", memory="reversed"),
         ),
