@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ def blocks(count: int, size: int) -> int:
     return -(-count // size)
 
 
-class Builder:
+class Builder(ABC):
     """Collects the launches of one call; each family has its own."""
 
     family: str
@@ -97,13 +98,13 @@ class Builder:
         else:
             self.backward()
 
+    @abstractmethod
     def forward(self) -> None:
         """Plan the forward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self) -> None:
         """Plan the backward pass."""
-        raise NotImplementedError
 
     def add_delta(self) -> None:
         """Plan what the kernels of all gradients start from."""
