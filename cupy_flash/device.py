@@ -9,6 +9,7 @@ that attribute lie on the host, which is no device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import re
 import sys
@@ -92,11 +93,49 @@ class Device(Protocol):
     def active(self) -> AbstractContextManager:
         """Return a context in which this is the current device."""
 
+    def tensor_map(
+        self,
+        pointer: int,
+        dtype: np.dtype,
+        shape: Sequence[int],
+        strides_bytes: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Describe an array for the tensor memory accelerator, as a kernel takes it.
+
+        Parameters
+        ----------
+        pointer : int
+            Address of the first element, a multiple of 16.
+        dtype : np.dtype
+            float16, bfloat16, float32 or float64.
+        shape : two to five ints
+            The innermost axis first; its elements are neighbours.
+        strides_bytes : one int less
+            Of the axes after the innermost one, each a multiple of 16.
+        box : as many ints as in `shape`
+            What one instruction copies, each at most 256. Outside the array are zeros.
+        swizzle : {128, 64, 32, 0}
+            Bytes within which parts of 16 are permuted in shared memory; the innermost
+            axis of the box is at most that long.
+
+        Returns
+        -------
+        bytes
+            128 of them, to be kept at an address that is a multiple of 64.
+
+        Raises
+        ------
+        DriverError
+            If there is no such map.
+        """
+
     def kernels(self, specs: Sequence[Any]) -> list[Any]:
         """Compile or look up kernels and return what `launch` takes of each."""
 
     def launch(
-        self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
+        self, kernel: Any, grid: int, block: int, shared: int, *arguments: np.ndarray
     ) -> None:
         """Enqueue a kernel on the current stream."""
 
@@ -211,6 +250,18 @@ class CuPyDevice:
             return self._on_current
         return self._cupy.cuda.Device(self.index)
 
+    def tensor_map(
+        self,
+        pointer: int,
+        dtype: np.dtype,
+        shape: Sequence[int],
+        strides_bytes: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Describe an array for the tensor memory accelerator, as a kernel takes it."""
+        return _encode_tensor_map(pointer, dtype, shape, strides_bytes, box, swizzle)
+
     def kernels(self, specs: Sequence[Any]) -> list[Any]:
         """Compile or look up kernels; the device must be current."""
         missing = [spec for spec in dict.fromkeys(specs) if spec not in self._kernels]
@@ -221,10 +272,91 @@ class CuPyDevice:
         return [self._kernels[spec] for spec in specs]
 
     def launch(
-        self, kernel: Any, grid: int, block: int, shared: int, params: np.ndarray
+        self, kernel: Any, grid: int, block: int, shared: int, *arguments: np.ndarray
     ) -> None:
         """Enqueue a kernel on the current stream."""
-        kernel((grid,), (block,), (params,), shared)
+        kernel((grid,), (block,), arguments, shared)
+
+
+class DriverError(RuntimeError):
+    """A function of the CUDA driver failed; the message says which and how."""
+
+
+# Source: CUDA Driver API, "Tensor Map Object Management".
+_TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+_TENSOR_MAP_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_TENSOR_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_NO_INTERLEAVE = 0
+_PROMOTE_TO_256_BYTES = 3  # what the L2 cache fetches at a time
+_FILL_WITH_ZEROS = 0
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """Return the CUDA driver's library.
+
+    Raises
+    ------
+    DriverError
+        If it can't be loaded.
+    """
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise DriverError(f"{name} can't be loaded: {_first_line(error)}") from None
+
+
+def _encode_tensor_map(
+    pointer: int,
+    dtype: np.dtype,
+    shape: Sequence[int],
+    strides_bytes: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+) -> bytes:
+    """`Device.tensor_map`, by the CUDA driver."""
+    rank = len(shape)
+    memory = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+    at = -ctypes.addressof(memory) % _TENSOR_MAP_ALIGNMENT
+    sizes = ctypes.c_uint64 * rank
+    strides = ctypes.c_uint64 * (rank - 1)
+    counts = ctypes.c_uint32 * rank
+    driver = _driver()
+    try:
+        encode = driver.cuTensorMapEncodeTiled
+    except AttributeError:
+        raise DriverError(
+            "the CUDA driver is older than tensor maps, which came with CUDA 12.0"
+        ) from None
+    code = encode(
+        ctypes.c_void_p(ctypes.addressof(memory) + at),
+        _TENSOR_MAP_TYPES[dtype.name],
+        rank,
+        ctypes.c_void_p(pointer),
+        sizes(*map(int, shape)),
+        strides(*map(int, strides_bytes)),
+        counts(*map(int, box)),
+        counts(*(1,) * rank),
+        _NO_INTERLEAVE,
+        _TENSOR_MAP_SWIZZLES[swizzle],
+        _PROMOTE_TO_256_BYTES,
+        _FILL_WITH_ZEROS,
+    )
+    if code:
+        raise DriverError(
+            f"cuTensorMapEncodeTiled: {_error_name(driver, code)}, with pointer="
+            f"{pointer:#x}, dtype={dtype.name}, shape={tuple(shape)}, strides_bytes="
+            f"{tuple(strides_bytes)}, box={tuple(box)}, swizzle={swizzle}"
+        )
+    return memory.raw[at : at + _TENSOR_MAP_BYTES]
+
+
+def _error_name(driver: ctypes.CDLL, code: int) -> str:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(name))
+    return f"{name.value.decode()} ({code})" if name.value else f"CUresult {code}"
 
 
 @functools.cache

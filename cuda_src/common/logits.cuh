@@ -47,6 +47,13 @@ struct Logits {
     return kDeferScale ? scale * Constants<Acc>::kLog2E : Constants<Acc>::kLog2E;
   }
   CUPY_FLASH_DEVICE Acc to_logit() const { return kDeferScale ? scale : Acc(1); }
+  // The same of all heads.
+  CUPY_FLASH_DEVICE static Acc to_logit(const Params<kBatchAxes>& params) {
+    return kDeferScale ? Acc(params.scale) : Acc(1);
+  }
+  CUPY_FLASH_DEVICE static Acc to_exponent(const Params<kBatchAxes>& params) {
+    return to_logit(params) * Constants<Acc>::kLog2E;
+  }
 
   // The logit of query i and key j; the product itself where the scale is deferred.
   CUPY_FLASH_DEVICE Acc value(Acc product, int i, int j) const {

@@ -42,6 +42,7 @@ struct Params {
   void* delta;          // workspace: rowsum(dO * O) - dlse, (batch, heads_q, seqlen_q)
   void* dbias_partial;  // workspace: one tile of dbias for each split
   void* dq_sums;        // workspace: dq before scaling, in the order of mma fragments
+  void* claims;         // workspace: tiles that blocks have claimed beside their first
 
   SequenceStrides<kBatchAxes> q_strides;
   SequenceStrides<kBatchAxes> k_strides;
@@ -73,6 +74,7 @@ struct Params {
   i64 q_lengths_bytes;  // 4 or 8: size of one length
   i64 k_lengths_bytes;
   i64 dbias_splits;
+  i64 section;  // heads whose keys the L2 cache is meant to hold
   double scale;
   double softcap;
 };

@@ -15,7 +15,15 @@ namespace cupy_flash {
 
 using u16 = unsigned short;
 using u32 = unsigned int;
+using u64 = unsigned long long;
 using i64 = long long;
+
+// Ten times the major version plus the minor one, of the GPU that this is compiled for.
+#if defined(__CUDA_ARCH__)
+constexpr int kComputeCapability = __CUDA_ARCH__ / 10;
+#else
+constexpr int kComputeCapability = 0;  // the host's pass of nvcc, which makes no code of it
+#endif
 
 constexpr int kWarpSize = 32;
 constexpr u32 kAllLanes = 0xffffffffu;

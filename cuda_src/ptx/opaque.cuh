@@ -19,5 +19,19 @@ CUPY_FLASH_DEVICE int opaque(int value) {
   return value;
 }
 
+// Keeps what is computed from the values before this from being moved behind it, and what comes
+// after from being moved before: around asynchronous products, which the compiler takes for done.
+template <int kCount>
+CUPY_FLASH_DEVICE void hold(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+template <int kCount>
+CUPY_FLASH_DEVICE void hold(u32 (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
 }  // namespace ptx
 }  // namespace cupy_flash

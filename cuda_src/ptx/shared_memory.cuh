@@ -1,82 +1,49 @@
-// Between global memory, shared memory and registers.
+// Copies from global to shared memory, which go on beside the arithmetic on GPUs that can do that.
 #pragma once
 
 #include "common/platform.cuh"
+#include "ptx/shared_memory_instructions.cuh"
 
 namespace cupy_flash {
 namespace ptx {
 
-// What instructions take as an address in shared memory.
-CUPY_FLASH_DEVICE u32 shared_address(const void* pointer) {
-  return u32(__cvta_generic_to_shared(pointer));
-}
-
-// Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the shared addresses of the rows
-// of matrix i, 16 bytes each. Lane 4g + t gets columns 2t and 2t + 1 of row g of each.
-CUPY_FLASH_DEVICE void ldmatrix(u32 (&matrix)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(row)
-               : "memory");
-}
-
-// The same of the transposed matrices: rows 2t and 2t + 1 of column g.
-CUPY_FLASH_DEVICE void ldmatrix_transposed(u32 (&matrix)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(row)
-               : "memory");
-}
+// Whether copies are asynchronous; else they have happened when cp_async returns.
+constexpr bool kHasAsyncCopies = kComputeCapability >= 80;
 
 // Copies the first `bytes` of kBytes = 4, 8 or 16 and fills up with zeros; both addresses are
 // multiples of kBytes. Nothing is read where `bytes` is 0. The copy has happened after it was
-// waited for; before compute capability 8.0, at once.
+// waited for.
 template <int kBytes>
 CUPY_FLASH_DEVICE void cp_async(void* to, const void* from, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  struct alignas(kBytes) Words {
-    u32 word[kBytes / 4];
-  } words = {};
-  if (bytes == kBytes) {
-    words = *static_cast<const Words*>(from);
+  if constexpr (kHasAsyncCopies) {
+    cp_async_shared_global<kBytes>(shared_address(to), from, bytes);
   } else {
-    // A word at the end may be half an element too long to be read whole.
-    const u16* const halves = static_cast<const u16*>(from);
+    struct alignas(kBytes) Words {
+      u32 word[kBytes / 4];
+    } words = {};
+    if (bytes == kBytes) {
+      words = *static_cast<const Words*>(from);
+    } else {
+      // A word at the end may be half an element too long to be read whole.
+      const u16* const halves = static_cast<const u16*>(from);
 #pragma unroll
-    for (int h = 0; h < kBytes / 2; ++h) {
-      if (2 * h < bytes) words.word[h / 2] |= u32(halves[h]) << (16 * (h % 2));
+      for (int h = 0; h < kBytes / 2; ++h) {
+        if (2 * h < bytes) words.word[h / 2] |= u32(halves[h]) << (16 * (h % 2));
+      }
     }
+    *static_cast<Words*>(to) = words;
   }
-  *static_cast<Words*>(to) = words;
-#else
-  const u32 address = shared_address(to);
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :
-                 : "r"(address), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 :
-                 : "r"(address), "l"(from), "n"(kBytes), "r"(bytes)
-                 : "memory");
-  }
-#endif
 }
 
 // Ends a group of copies.
 CUPY_FLASH_DEVICE void cp_async_commit() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
+  if constexpr (kHasAsyncCopies) cp_async_commit_group();
 }
 
 // Waits until at most kLeft of this thread's latest groups are still being copied.
 template <int kLeft>
 CUPY_FLASH_DEVICE void cp_async_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" : : "n"(kLeft) : "memory");
-#endif
+  if constexpr (kHasAsyncCopies) cp_async_wait_group<kLeft>();
 }
 
 }  // namespace ptx

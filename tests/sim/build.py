@@ -15,7 +15,7 @@ from cupy_flash.spec import KernelSpec
 
 HOST = Path(__file__).with_name("host")
 _FLAGS = (
-    "-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined",
+    "-std=c++17", "-Og", "-g1", "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-Wno-unknown-pragmas",
 )  # fmt: skip
 
@@ -42,16 +42,12 @@ def cache() -> Path:
 
 def source(spec: KernelSpec) -> str:
     """Return the translation unit: the kernel, and a main that launches it."""
-    params = f"cupy_flash::Params<{spec.batch_axes}>"
     return f"""#include "main.h"
 #include "{spec.header}"
 
 {spec.tail()}
 int main(int argc, char** argv) {{
-  const auto kernel = [](const {params}& params) {{
-    cupy_flash::{spec.symbol}(params);
-  }};
-  return sim::main_of<{params}>("{spec.symbol}", argc, argv, kernel);
+  return sim::main_of("{spec.symbol}", argc, argv, cupy_flash::{spec.symbol});
 }}
 """
 
@@ -77,24 +73,24 @@ def executable(spec: KernelSpec, capability: int, sources: Path | None = None) -
     key = _hash(repr(flags), text, _digest(HOST), _digest(sources))
     path = cache() / key
     if not path.exists():
-        header = _precompiled_header(flags)
+        objects = map(str, _runtime(flags))
         _compile(
-            path, text, *flags, f"-I{header}", f"-I{HOST}", f"-I{sources}",
-            "-x", "c++", "-",
-        )  # fmt: skip
+            path, text, *flags, f"-I{HOST}", f"-I{sources}", *objects, "-x", "c++", "-"
+        )
     return path
 
 
 @functools.cache
-def _precompiled_header(flags: tuple[str, ...]) -> Path:
-    """Return the folder of what all kernels begin with, compiled once."""
-    folder = cache() / f"header-{_hash(repr(flags), _digest(HOST))}"
-    folder.mkdir(exist_ok=True)
-    path = folder / "main.h.gch"
-    if not path.exists():
-        header = str(HOST / "main.h")
-        _compile(path, "", *flags, f"-I{HOST}", "-x", "c++-header", header)
-    return folder
+def _runtime(flags: tuple[str, ...]) -> list[Path]:
+    """Return the object files that all executables have, compiled once."""
+    digest = _digest(HOST)
+    objects = []
+    for file in sorted(HOST.glob("*.cc")):
+        path = cache() / f"{file.stem}-{_hash(repr(flags), digest)}.o"
+        if not path.exists():
+            _compile(path, "", *flags, f"-I{HOST}", "-c", str(file))
+        objects.append(path)
+    return objects
 
 
 def _compile(path: Path, text: str, *arguments: str) -> None:

@@ -20,7 +20,7 @@ from cupy_flash.params import POINTERS, params_dtype
 from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
 
-from . import build
+from . import build, tensor_map
 
 _ALIGNMENT = 256  # of what a GPU allocates
 _ORDERS = ("ascending", "descending", "random")
@@ -95,7 +95,9 @@ class SimDevice:
         )
 
     def pointer(self, array: Any) -> int:
-        """Return the address of the first element."""
+        """Return the address of the first element, 0 if there is none."""
+        if array.size == 0:
+            return 0
         self._remember(array)
         return array.__array_interface__["data"][0]
 
@@ -152,6 +154,18 @@ class SimDevice:
         """There is no other device to come back to."""
         yield
 
+    def tensor_map(
+        self,
+        pointer: int,
+        dtype: np.dtype,
+        shape: Sequence[int],
+        strides_bytes: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Describe an array as the simulator's tensor memory accelerator takes it."""
+        return tensor_map.encode(pointer, dtype, shape, strides_bytes, box, swizzle)
+
     def kernels(self, specs: Sequence[KernelSpec]) -> list[KernelSpec]:
         """Compile kernels for the CPU."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -162,8 +176,9 @@ class SimDevice:
         return build.executable(spec, self.info.compute_capability, self.sources)
 
     def launch(
-        self, kernel: KernelSpec, grid: int, block: int, shared: int, params: np.ndarray
-    ) -> None:
+        self, kernel: KernelSpec, grid: int, block: int, shared: int,
+        *arguments: np.ndarray,
+    ) -> None:  # fmt: skip
         """Run a kernel in a process of its own.
 
         Raises
@@ -174,7 +189,7 @@ class SimDevice:
         """
         path = self._executable(kernel)
         self.launched.append(kernel)
-        run(self, path, kernel, grid, block, shared, params)
+        run(self, path, kernel, grid, block, shared, arguments)
 
 
 def bytes_at(array: np.ndarray, low: int, size: int) -> np.ndarray:
@@ -189,6 +204,11 @@ def bytes_at(array: np.ndarray, low: int, size: int) -> np.ndarray:
     return np.asarray(Interface())
 
 
+def _padded(argument: bytes) -> bytes:
+    alignment = tensor_map.ALIGNMENT
+    return argument.ljust(-(-len(argument) // alignment) * alignment, b"\0")
+
+
 def run(
     device: SimDevice,
     path: Path,
@@ -196,16 +216,20 @@ def run(
     grid: int,
     block: int,
     shared: int,
-    params: np.ndarray,
+    arguments: Sequence[np.ndarray],
 ) -> None:
-    """Hand a launch to an executable and take the arrays back."""
-    argument = bytearray(params.tobytes())
+    """Hand a launch to an executable and take the arrays back.
+
+    The kernel's first argument begins with the pointers of `cupy_flash.params`; each
+    begins at a multiple of 64 bytes, where tensor maps are found.
+    """
+    argument = b"".join(_padded(array.tobytes()) for array in arguments)
     fields = params_dtype(spec.batch_axes).fields
     arrays: dict[int, np.ndarray] = {}
     fixups = []
-    for name in POINTERS:
-        offset = fields[name][1]
-        (address,) = struct.unpack_from("<Q", argument, offset)
+    offsets = [fields[name][1] for name in POINTERS]
+    pointers = [(at, *struct.unpack_from("<Q", argument, at)) for at in offsets]
+    for offset, address in (*pointers, *tensor_map.find(argument)):
         if address:
             low, data = device.holding(address)
             arrays.setdefault(low, data)

@@ -7,89 +7,15 @@ holds a GPU against it. ``python -m tests.sim.probes`` records it anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupy_flash.params import POINTERS, params_dtype
+from . import probes_hopper
+from .probe import Array, Probe, to_halves, widen
 
 RECORD = Path(__file__).with_name("probes.npz")
-Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A kernel that reads arrays q, k and v and writes an array out.
-
-    It has what a compiler and a device ask of a `cupy_flash.spec.KernelSpec`.
-
-    Attributes
-    ----------
-    body : str
-        With `lane` of the warp, and `at`, the number of the thread in the grid.
-    inputs : callable
-        Takes a random generator, returns up to three arrays.
-    shape, dtype : of the result
-    limit : callable, optional
-        Takes the inputs, returns how far a GPU's result may be off; default: the bits
-        are the same, but NaN may be any NaN.
-    """
-
-    name: str
-    body: str
-    inputs: Callable[[np.random.Generator], Sequence[Array]]
-    shape: tuple[int, ...]
-    dtype: Any = np.uint32
-    limit: Callable[[Sequence[Array]], Array] | None = None
-    grid: int = 1
-    block: int = 32
-    shared_memory: int = 0
-    capability: int = 80
-    batch_axes: int = field(default=1, init=False)
-
-    @property
-    def symbol(self) -> str:
-        """The kernel's name."""
-        return f"probe_{self.name}"
-
-    @property
-    def header(self) -> str:
-        """What it includes, with all of ``ptx``."""
-        return "mma/backward.cuh"
-
-    def tail(self) -> str:
-        """Return the kernel."""
-        return f"""
-namespace cupy_flash {{
-extern "C" __global__ void __launch_bounds__({self.block})
-{self.symbol}(const CUPY_FLASH_GRID_CONSTANT Params<1> params) {{
-  [[maybe_unused]] const int lane = int(threadIdx.x % 32u);
-  [[maybe_unused]] const int at = int(blockIdx.x * {self.block}u + threadIdx.x);
-  [[maybe_unused]] auto* const shared = dynamic_shared_memory();
-{self.body}
-}}
-}}  // namespace cupy_flash
-"""
-
-    def arrays(self) -> list[Array]:
-        """Return the inputs, always the same."""
-        seed = sum(map(ord, self.name))
-        return list(self.inputs(np.random.default_rng(seed)))
-
-    def run(self, device: Any, inputs: Sequence[Any]) -> Any:
-        """Launch it on a device; return the result, which lies there."""
-        out = device.empty(self.shape, np.dtype(self.dtype))
-        params = np.zeros(1, params_dtype(1))
-        for name, array in zip(("q", "k", "v", "out"), (*inputs, out), strict=False):
-            assert name in POINTERS
-            params[name] = device.pointer(array)
-        params["out"] = device.pointer(out)
-        (kernel,) = device.kernels([self])
-        opaque = params.view(f"V{params.nbytes}")
-        device.launch(kernel, self.grid, self.block, self.shared_memory, opaque)
-        return out
 
 
 def _floats(random: np.random.Generator, n: int) -> Array:
@@ -104,18 +30,8 @@ def _floats(random: np.random.Generator, n: int) -> Array:
     return values.astype(np.float32)
 
 
-def _halves(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
-    """Return normal numbers as the bits of fp16 or of bf16."""
-    x = random.standard_normal(shape).astype(np.float32)
-    return x.astype(np.float16).view("u2") if kind == "fp16" else (
-        (x.view("u4") >> 16).astype("u2")
-    )  # fmt: skip
-
-
-def _widen(bits: Array, kind: str) -> Array:
-    if kind == "fp16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype("u4") << 16).view(np.float32).astype(np.float64)
+def _normal(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
+    return to_halves(random.standard_normal(shape).astype(np.float32), kind)
 
 
 # Where lane 4g + t holds element [row][column] of a fragment.
@@ -135,8 +51,8 @@ def _half_limit(kind: str) -> Callable[[Sequence[Array]], Array]:
     def limit(inputs: Sequence[Array]) -> Array:
         left, right, c = inputs
         a, b = np.zeros((16, 16)), np.zeros((16, 8))
-        wide_a = _widen(left.reshape(32, 4, 2), kind)
-        wide_b = _widen(right.reshape(32, 2, 2), kind)
+        wide_a = widen(left.reshape(32, 4, 2), kind)
+        wide_b = widen(right.reshape(32, 2, 2), kind)
         for r in range(4):
             for e in range(2):
                 a[_G + 8 * (r % 2), 2 * _T + e + 8 * (r // 2)] = wide_a[:, r, e]
@@ -177,7 +93,7 @@ def _multiply_halves(kind: str) -> Probe:
     return Probe(
         f"mma_{kind}", _multiply(f"mma_{kind}", "u32", "float"),
         lambda random: (
-            _halves(random, (32, 8), kind), _halves(random, (32, 4), kind),
+            _normal(random, (32, 8), kind), _normal(random, (32, 4), kind),
             random.standard_normal((32, 4)).astype(np.float32),
         ),
         (32, 4), np.float32, _half_limit(kind),
@@ -288,6 +204,7 @@ PROBES = (
         lambda random: (random.integers(-99, 99, 32).astype(np.float32),),
         (32,), np.float32,
     ),
+    *probes_hopper.PROBES,
 )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from cupy_flash.tiles import MmaTile
 
 from ..cases import Array, Case, assert_same, compare, expect_case, make
 from .device import SimDevice
-from .running import check_case, gpu, run
+from .probes import PROBES, RECORD, assert_agrees
+from .running import check_case, gpu, mirror, run
 
 _SMALL = {"batch": (1,), "hq": 2, "hkv": 1, "sq": 70, "sk": 90}
 # Every option at once, with sizes that fill no tile.
@@ -57,6 +58,28 @@ def test_against_the_reference(family: str, name: str, case: Case) -> None:
         assert_same(again, first)
     # The way in which blocks add up dq.
     check_case(case, SimDevice(gpu(name), **_BACK), family, deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("sm_75", "mma_fp16"),
+        ("sm_75", "cp_async_4"),
+        ("sm_75", "cp_async_8"),
+        ("sm_75", "cp_async_16"),
+        ("sm_80", "mma_fp64"),
+        ("sm_86", "red_add"),
+    ],
+)
+def test_what_older_gpus_do_with_other_instructions(
+    name: str, instruction: str
+) -> None:
+    """The results are those of the latest ones."""
+    (probe,) = (probe for probe in PROBES if probe.name == instruction)
+    device = SimDevice(gpu(name))
+    out = probe.run(device, [mirror(device, x) for x in probe.arrays()])
+    with np.load(RECORD) as recorded:
+        assert_agrees(probe, np.array(out), recorded[instruction])
 
 
 @pytest.mark.parametrize(

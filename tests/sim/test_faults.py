@@ -22,7 +22,10 @@ from .running import gpu, run
 _HALF = Case("faults", "bfloat16", batch=(1,), hq=1, hkv=1, sq=150, sk=129, d=32,
              causal=True, seed=3)  # fmt: skip
 _WIDE = replace(_HALF, d=128)
+_WINDOW = replace(_HALF, window=(40, None))
 _FLOAT = replace(_HALF, dtype="float32", d=24)
+_DOUBLE = replace(_FLOAT, dtype="float64")
+_RAGGED = replace(_HALF, dtype="float16", d=30)
 _ORDERS = ("ascending", "descending", "random")
 FEWEST = 0.95  # of all faults
 
@@ -42,6 +45,7 @@ class Fault:
     passes: str = "forward"
     case: Case = _HALF
     family: str = "mma"
+    gpu: str = "sm_90"
 
 
 FAULTS = (
@@ -63,7 +67,9 @@ FAULTS = (
     Fault("the tail isn't masked", "mma/forward.cuh",
           "key0 + kColumns <= clear_of_mask.end", "key0 <= clear_of_mask.end"),
     Fault("one key too many", "mma/masking.cuh",
-          "i < range.end", "i <= range.end"),
+          "bool seen = column < end", "bool seen = column <= end"),
+    Fault("one query too many", "mma/masking.cuh",
+          "i < range.end", "i <= range.end", "backward", _WINDOW),
     Fault("the wrong rows of A", "mma/atom.cuh",
           "row + lane % 16, column + lane / 16 * 8));\n  }\n\n  // Rows [row, row + 16) of B, channels",
           "row + lane % 16, column + lane / 8 % 2 * 8));\n  }\n\n  // Rows [row, row + 16) of B, channels"),
@@ -114,7 +120,21 @@ FAULTS = (
           "if (row0 + r < row_end && column0 + c < column_end) {",
           "if (row0 + r <= row_end && column0 + c < column_end) {",
           case=_FLOAT, family="simt"),
+    Fault("half a product on Turing", "ptx/mma.cuh",
+          "half < 2; ++half) {\n      mma_m16n8k8_fp16", "half < 1; ++half) {\n      mma_m16n8k8_fp16",
+          case=_RAGGED, gpu="sm_75"),
+    Fault("an element too many on Turing", "ptx/shared_memory.cuh",
+          "2 * h < bytes", "2 * h <= bytes", case=_RAGGED, gpu="sm_75"),
+    Fault("the wrong rows before Hopper", "ptx/mma.cuh",
+          "a[2 * half + row]", "a[2 * row + half]", case=_DOUBLE, gpu="sm_80"),
 )  # fmt: skip
+
+
+def headline(report: str) -> str:
+    """Return the line of a report that says what is wrong."""
+    lines = report.splitlines()
+    marks = ("ERROR", "runtime error", "sim: ")
+    return next((x for x in lines if any(mark in x for mark in marks)), lines[0])
 
 
 def found(fault: Fault, folder: Path) -> str:
@@ -128,7 +148,7 @@ def found(fault: Fault, folder: Path) -> str:
     inputs = make(fault.case)
     truths = expect_case(fault.case)
     for order in _ORDERS:
-        device = SimDevice(gpu("sm_90"), order=order, sources=sources)
+        device = SimDevice(gpu(fault.gpu), order=order, sources=sources)
         try:
             results = run(
                 inputs, device, fault.family, gradients=fault.passes != "forward",
@@ -136,7 +156,7 @@ def found(fault: Fault, folder: Path) -> str:
             )  # fmt: skip
             compare(results, {n: truth for n, truth in truths.items() if n in results})
         except SimulationError as error:
-            return f"report ({order}): {str(error).splitlines()[-1][:80]}"
+            return f"report ({order}): {headline(str(error))[:80]}"
         except AssertionError:
             return f"wrong result ({order})"
     return ""

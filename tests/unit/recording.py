@@ -19,11 +19,14 @@ from cupy_flash.params import params_dtype
 from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
 
+from ..sim import tensor_map
+
 _ALIGNMENT = 256  # of what a GPU allocates
-# A GPU for each family: the one that serves its calls.
+# A GPU for each family: one on which no faster family serves its calls.
 GPUS = {
     "simt": DeviceInfo("recorder", 70, 132, 227 * 1024, (13, 0)),
-    "mma": DeviceInfo("recorder", 90, 132, 227 * 1024, (13, 0)),
+    "mma": DeviceInfo("recorder", 80, 132, 227 * 1024, (13, 0)),
+    "wgmma": DeviceInfo("recorder", 90, 132, 227 * 1024, (13, 0)),
 }
 
 
@@ -37,6 +40,8 @@ class Launch:
         Addresses of the workspace that existed when the kernel was launched.
     cleared : frozenset of int
         Addresses of what had been filled with zeros.
+    maps : bytes
+        The kernel's second argument, if it has one.
     """
 
     spec: KernelSpec
@@ -46,6 +51,7 @@ class Launch:
     params: np.ndarray
     live: frozenset[int]
     cleared: frozenset[int]
+    maps: bytes = b""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -182,6 +188,18 @@ class RecordingDevice:
         finally:
             self.active_depth -= 1
 
+    def tensor_map(
+        self,
+        pointer: int,
+        dtype: np.dtype,
+        shape: Sequence[int],
+        strides_bytes: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 128,
+    ) -> bytes:
+        """Encode a map as the simulator does, with the driver's rules."""
+        return tensor_map.encode(pointer, dtype, shape, strides_bytes, box, swizzle)
+
     def kernels(self, specs: Sequence[KernelSpec]) -> list[KernelSpec]:
         """Pretend to compile kernels, each once."""
         assert self.active_depth, "compiled while another device is current"
@@ -192,13 +210,20 @@ class RecordingDevice:
         return list(specs)
 
     def launch(
-        self, kernel: KernelSpec, grid: int, block: int, shared: int, params: np.ndarray
-    ) -> None:
+        self, kernel: KernelSpec, grid: int, block: int, shared: int,
+        *arguments: np.ndarray,
+    ) -> None:  # fmt: skip
         """Record a launch."""
         assert self.active_depth, "launched while another device is current"
         live = frozenset(t.address for t in self.temporaries if t.array() is not None)
         cleared = frozenset(self.cleared)
-        self.launches.append(Launch(kernel, grid, block, shared, params, live, cleared))
+        params, *maps = arguments
+        self.launches.append(
+            Launch(
+                kernel, grid, block, shared, params, live, cleared,
+                b"".join(m.tobytes() for m in maps),
+            )
+        )  # fmt: skip
 
 
 class DeviceArray(np.ndarray):

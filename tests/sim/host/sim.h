@@ -3,6 +3,8 @@
 // A thread runs until it has to wait for others; then the next one that can run goes on. What a
 // warp does together (shuffles, votes, ldmatrix, mma) is done by its last lane to arrive, for all.
 // If nobody can go on, a report says where each warp stands.
+//
+// async.h has what Hopper's copies do beside the threads, warpgroup.h its products.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,6 +19,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -31,16 +34,17 @@
 
 namespace sim {
 
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
 enum class Order { kAscending, kDescending, kRandom };
 
-// How a run is done. Asynchronous copies happen as late as waits allow, or at once.
+// How a run is done. Asynchronous work happens as late as waits allow, or at once.
 struct Settings {
   Order order = Order::kAscending;
   bool early = false;
   unsigned seed = 0;
 };
-
-[[noreturn]] inline void fail(const std::string& message);
 
 // --- Threads --------------------------------------------------------------------------------
 
@@ -50,6 +54,15 @@ struct Copy {
   int bytes;
   int size;
 };
+
+// A store to global memory, or an addition to it, from shared memory; see async.h.
+struct BulkStore {
+  const unsigned char* from;
+  std::vector<unsigned char> bytes;  // as they were when it was begun
+  std::function<void(const std::vector<unsigned char>&)> perform;
+};
+
+struct Mbarrier;
 
 struct Thread {
   int index = 0;
@@ -62,12 +75,91 @@ struct Thread {
   void* operand = nullptr;
   // Groups of asynchronous copies, the one that is still open last.
   std::deque<std::vector<Copy>> groups{1};
+  std::deque<std::vector<BulkStore>> bulk_groups{1};
+  // What it waits for, and the parity of the phase.
+  const Mbarrier* mbarrier = nullptr;
+  int parity = 0;
 };
 
 // Threads that have come to a common point.
 struct Meeting {
   const char* what = nullptr;
   std::vector<Thread*> present;
+};
+
+// Threads at a barrier that also counts some that don't wait.
+struct NamedBarrier {
+  size_t size = 0;
+  size_t arrived = 0;
+  std::vector<Thread*> waiting;
+};
+
+// A copy from global to shared memory that an mbarrier counts.
+struct BulkLoad {
+  unsigned char* to;
+  size_t size;
+  std::function<void()> perform;
+};
+
+struct Mbarrier {
+  size_t byte = 0;  // of shared memory
+  int count = 0;
+  int arrivals_left = 0;
+  long bytes_left = 0;
+  unsigned phase = 0;
+  bool shown = false;  // to copies
+  const Thread* maker = nullptr;
+  std::vector<BulkLoad> loads;
+  std::vector<Thread*> waiting;
+};
+
+// The sums of a warp while wgmma computes them: registers of each lane, and their values, which
+// the registers don't show yet.
+struct Sums {
+  float* registers[32];
+  int count;
+  std::vector<float> values[32];
+  int products = 0;  // that are still to come
+};
+
+// 16 bytes of shared memory that a product reads.
+struct Chunk {
+  u32 address;
+  unsigned char bytes[16];
+};
+
+// One wgmma, as far as a warp takes part: 16 x 16 by 16 x columns.
+struct Product {
+  const char* what;
+  std::shared_ptr<Sums> sums;
+  bool accumulate;
+  int columns;
+  std::vector<float> a;  // by rows
+  std::vector<float> b;  // by columns
+  std::vector<Chunk> chunks;
+  const u32* registers[32];  // of a, if it comes from there
+  u32 fragments[32][4];
+};
+
+// What the warps of a warpgroup must all do, in the same order.
+struct Step {
+  const char* what;
+  u64 a, b;
+  int number;
+  bool accumulate;
+};
+
+struct WarpProducts {
+  // Groups of products, the one that is still open last.
+  std::deque<std::vector<Product>> groups{1};
+  std::vector<std::shared_ptr<Sums>> sums;
+  bool fenced = false;
+  size_t steps = 0;
+};
+
+struct Warpgroup {
+  std::vector<Step> steps;  // of the warp that has done most
+  int registers = 0;        // of a thread, if it has asked for some
 };
 
 constexpr size_t kStackSize = 1 << 18;
@@ -81,7 +173,14 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Meeting> warps;
   Meeting whole;
-  std::map<int, Meeting> named;
+  std::map<int, NamedBarrier> named;
+  std::map<const void*, Mbarrier> mbarriers;
+  std::vector<WarpProducts> products;  // of each warp
+  std::vector<Warpgroup> warpgroups;
+  // Shared memory as asynchronous copies and products see it.
+  std::vector<unsigned char> shown;
+  // Stores that have been read from shared memory; the last that happens to a block.
+  std::vector<BulkStore> stores;
   Thread* current = nullptr;
   ucontext_t scheduler{};
   void* scheduler_fake_stack = nullptr;
@@ -93,100 +192,42 @@ struct Block {
   std::mt19937 random;
 };
 
-inline Block* the_block = nullptr;
+extern Block* the_block;
 
 inline Block& block() { return *the_block; }
 inline Thread& self() { return *block().current; }
 inline int lane() { return self().index % 32; }
 
-inline std::string places() {
-  std::string text;
-  Block& b = block();
-  for (size_t w = 0; w * 32 < b.threads.size(); ++w) {
-    std::map<std::string, int> counts;
-    for (size_t i = 32 * w; i < std::min(b.threads.size(), 32 * (w + 1)); ++i) {
-      ++counts[b.threads[i].done ? "has ended" : b.threads[i].where];
-    }
-    text += "\n  warp " + std::to_string(w) + ":";
-    for (const auto& [where, count] : counts) {
-      text += " " + std::to_string(count) + " x " + where + ";";
-    }
-  }
-  return text;
-}
+// What an mbarrier waits for.
+std::string describe(const Mbarrier& b);
 
-[[noreturn]] inline void fail(const std::string& message) {
-  std::fflush(stdout);
-  std::fprintf(stderr, "sim: %s, block %u of %u: %s%s\n", block().kernel, block().block_index,
-               block().grid, message.c_str(), places().c_str());
-  std::fflush(stderr);
-  _exit(3);
-}
+// Ends the run with a message and where each warp stands.
+[[noreturn]] void fail(const std::string& message);
 
 // --- Fibers ---------------------------------------------------------------------------------
 
-inline void switch_to_scheduler(bool last_time) {
-  Thread& me = self();
-#if SIM_ASAN
-  __sanitizer_start_switch_fiber(last_time ? nullptr : &me.fake_stack, block().scheduler_stack,
-                                 block().scheduler_stack_size);
-#endif
-  swapcontext(&me.context, &block().scheduler);
-#if SIM_ASAN
-  __sanitizer_finish_switch_fiber(me.fake_stack, nullptr, nullptr);
-#endif
-}
-
-inline void thread_main() {
-#if SIM_ASAN
-  __sanitizer_finish_switch_fiber(nullptr, &block().scheduler_stack, &block().scheduler_stack_size);
-#endif
-  self().where = "runs";
-  (*block().body)();
-  self().done = true;
-  switch_to_scheduler(true);
-}
+// What a fiber runs.
+void thread_main();
 
 // Lets others run until somebody takes the wait away.
-inline void wait(const char* where) {
-  Thread& me = self();
-  me.where = where;
-  me.waits = true;
-  while (me.waits) switch_to_scheduler(false);
-  me.where = "runs";
-}
+void wait(const char* where);
 
-inline void resume(Thread& thread) {
-  Block& b = block();
-  b.current = &thread;
-#if SIM_ASAN
-  __sanitizer_start_switch_fiber(&b.scheduler_fake_stack, thread.stack + kGuard, kStackSize);
-#endif
-  swapcontext(&b.scheduler, &thread.context);
-#if SIM_ASAN
-  __sanitizer_finish_switch_fiber(b.scheduler_fake_stack, nullptr, nullptr);
-#endif
-  b.current = nullptr;
-}
+// Goes on with a thread until it waits or has ended.
+void resume(Thread& thread);
 
-// Comes to a meeting of `size` threads; the last one calls `act` and lets the others go.
+// The number of threads that haven't ended.
+size_t alive();
+
+// Comes to a meeting of `size` threads. The last one to come gets true, and calls let_go when it
+// has done what is to be done; the others wait for that.
+bool comes_last(Meeting& meeting, size_t size, const char* what);
+void let_go(Meeting& meeting);
+
 template <class Act>
 void meet(Meeting& meeting, size_t size, const char* what, const Act& act) {
-  if (meeting.present.empty()) {
-    meeting.what = what;
-  } else if (std::strcmp(meeting.what, what) != 0) {
-    fail(std::string("threads that must do the same do different things: ") + meeting.what +
-         " and " + what);
-  }
-  meeting.present.push_back(&self());
-  if (meeting.present.size() < size) {
-    wait(what);
-    return;
-  }
+  if (!comes_last(meeting, size, what)) return;
   act();
-  std::vector<Thread*> present;
-  present.swap(meeting.present);
-  for (Thread* thread : present) thread->waits = false;
+  let_go(meeting);
 }
 
 // What the lanes of a warp do together: act gets the operand of each lane.
@@ -205,118 +246,15 @@ void with_warp(const char* what, Operand& operand, const Act& act) {
   });
 }
 
-inline size_t alive() {
-  return std::count_if(block().threads.begin(), block().threads.end(),
-                       [](const Thread& t) { return !t.done; });
-}
-
 template <class Act>
 void with_block(const char* what, const Act& act) {
   meet(block().whole, alive(), what, act);
 }
 
-// --- Asynchronous copies ------------------------------------------------------------------------
+// --- Asynchronous copies by threads (cp.async) -------------------------------------------------
 
-inline void perform(const Copy& copy) {
-  std::memset(copy.to, 0, copy.size);
-  std::memcpy(copy.to, copy.from, copy.bytes);
-}
-
-inline void copy_later(const Copy& copy) {
-  if (block().settings.early) {
-    perform(copy);
-  } else {
-    self().groups.back().push_back(copy);
-  }
-}
-
-inline void end_group() { self().groups.emplace_back(); }
-
-inline void wait_for_groups(size_t left) {
-  auto& groups = self().groups;
-  while (groups.size() > left + 1) {
-    for (const Copy& copy : groups.front()) perform(copy);
-    groups.pop_front();
-  }
-}
-
-// --- Running ------------------------------------------------------------------------------------
-
-inline bool can_run(const Thread& thread) { return !thread.done && !thread.waits; }
-
-// The warp that goes on, -1 if all have ended. The first one that can goes as far as it can, so
-// that others are far behind; or the last one; or any.
-inline int next_warp(Block& b) {
-  std::vector<int> able;
-  for (size_t w = 0; w < b.warps.size(); ++w) {
-    const auto begin = b.threads.begin() + long(32 * w);
-    const auto end = b.threads.begin() + long(std::min(b.threads.size(), 32 * (w + 1)));
-    if (std::any_of(begin, end, can_run)) able.push_back(int(w));
-  }
-  if (able.empty()) {
-    if (alive() > 0) fail("no thread can go on");
-    return -1;
-  }
-  if (b.settings.order == Order::kAscending) return able.front();
-  if (b.settings.order == Order::kDescending) return able.back();
-  return able[b.random() % able.size()];
-}
-
-inline void run_block(Block& b) {
-  the_block = &b;
-  // What a kernel doesn't write must not look like a number.
-  std::memset(b.shared, 0xFF, b.shared_size);
-  for (Thread& thread : b.threads) {
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack + kGuard;
-    thread.context.uc_stack.ss_size = kStackSize;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, thread_main, 0);
-    thread.done = thread.waits = false;
-    thread.where = "has not begun";
-    thread.groups.assign(1, {});
-  }
-  for (;;) {
-    const int warp = next_warp(b);
-    if (warp < 0) return;
-    std::vector<int> order;
-    for (size_t i = 32 * warp; i < std::min(b.threads.size(), size_t(32 * (warp + 1))); ++i) {
-      if (can_run(b.threads[i])) order.push_back(int(i));
-    }
-    if (b.settings.order == Order::kDescending) std::reverse(order.begin(), order.end());
-    if (b.settings.order == Order::kRandom) std::shuffle(order.begin(), order.end(), b.random);
-    for (int index : order) resume(b.threads[index]);
-  }
-}
-
-inline void run_grid(const char* kernel, unsigned grid, unsigned threads, size_t shared_size,
-                     const Settings& settings, const std::function<void()>& body) {
-  Block b;
-  b.kernel = kernel;
-  b.grid = grid;
-  b.settings = settings;
-  b.random.seed(settings.seed);
-  b.body = &body;
-  b.shared_size = shared_size;
-  // Of exactly that size, so that one byte past the end is found.
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 1024, std::max<size_t>(shared_size, 1)) != 0) std::abort();
-  b.shared = static_cast<unsigned char*>(memory);
-  b.threads.resize(threads);
-  b.warps.resize((threads + 31) / 32);
-  for (unsigned i = 0; i < threads; ++i) {
-    b.threads[i].index = int(i);
-    void* stack = mmap(nullptr, kStackSize + kGuard, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE) != 0) std::abort();
-    b.threads[i].stack = static_cast<char*>(stack);
-  }
-  for (unsigned index = 0; index < grid; ++index) {
-    b.block_index = index;
-    run_block(b);
-  }
-  for (Thread& thread : b.threads) munmap(thread.stack, kStackSize + kGuard);
-  std::free(memory);
-}
+void copy_later(const Copy& copy);
+void end_group();
+void wait_for_groups(size_t left);
 
 }  // namespace sim

@@ -76,6 +76,21 @@ T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return result;
 }
 
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  if (mask != 0xffffffffu) sim::fail("__shfl_sync of a part of a warp");
+  T result = value;
+  struct Operand {
+    T value;
+    T* result;
+    int lane;
+  } operand{value, &result, lane};
+  sim::with_warp("__shfl_sync", operand, [](Operand** all, int lanes) {
+    for (int i = 0; i < lanes; ++i) *all[i]->result = all[all[i]->lane % lanes]->value;
+  });
+  return result;
+}
+
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   if (mask != 0xffffffffu) sim::fail("__ballot_sync of a part of a warp");
   struct Operand {
@@ -92,6 +107,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 
+inline int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
+}
+
 inline unsigned atomicOr(unsigned* to, unsigned bits) {
   const unsigned before = *to;
   *to |= bits;
@@ -102,7 +123,10 @@ namespace cupy_flash {
 
 using u16 = unsigned short;
 using u32 = unsigned int;
+using u64 = unsigned long long;
 using i64 = long long;
+
+constexpr int kComputeCapability = SIM_CAPABILITY;
 
 constexpr int kWarpSize = 32;
 constexpr u32 kAllLanes = 0xffffffffu;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "warpgroup.h"
 
 namespace cupy_flash {
 namespace ptx {
@@ -12,6 +13,14 @@ inline T* opaque(T* pointer) {
 }
 
 inline int opaque(int value) { return value; }
+
+template <int kCount>
+inline void hold(float (&values)[kCount]) {
+  sim::require_not_pending("hold", values, sizeof values);
+}
+
+template <int kCount>
+inline void hold(u32 (&)[kCount]) {}
 
 }  // namespace ptx
 }  // namespace cupy_flash

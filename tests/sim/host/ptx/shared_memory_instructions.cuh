@@ -1,4 +1,4 @@
-// Between global memory, shared memory and registers.
+// Between global memory, shared memory and registers, one function for each instruction.
 #pragma once
 
 #include "common/platform.cuh"
@@ -46,21 +46,30 @@ inline void ldmatrix_transposed(u32 (&matrix)[4], u32 row) {
   load_matrices<true>("ldmatrix_transposed", matrix, row);
 }
 
+inline void needs_async_copies() {
+  if (kComputeCapability < 80) sim::fail("cp.async is for later GPUs");
+}
+
 template <int kBytes>
-inline void cp_async(void* to, const void* from, int bytes) {
+inline void cp_async_shared_global(u32 to, const void* from, int bytes) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what the instruction can copy");
+  needs_async_copies();
   if (bytes < 0 || bytes > kBytes) sim::fail("cp_async of more than it can copy");
-  if (shared_address(to) % kBytes != 0) sim::fail("cp_async to a misaligned address");
+  if (to % kBytes != 0) sim::fail("cp_async to a misaligned address");
   if (bytes > 0 && reinterpret_cast<size_t>(from) % kBytes != 0) {
     sim::fail("cp_async from a misaligned address");
   }
-  sim::copy_later({to, from, bytes, kBytes});
+  sim::copy_later({sim::block().shared + to, from, bytes, kBytes});
 }
 
-inline void cp_async_commit() { sim::end_group(); }
+inline void cp_async_commit_group() {
+  needs_async_copies();
+  sim::end_group();
+}
 
 template <int kLeft>
-inline void cp_async_wait() {
+inline void cp_async_wait_group() {
+  needs_async_copies();
   sim::wait_for_groups(kLeft);
 }
 
