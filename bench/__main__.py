@@ -36,7 +36,7 @@ from .progress import Lines, shown, summary
 from .results import FOLDER, ResultFile, one_line
 from .runner import Runner
 from .timing import CudaTimer, HostTimer, Timer
-from .workloads import DIRECTIONS, ITEMSIZE, MODULES, NAMES, Case, Selection
+from .workloads import DIRECTIONS, ITEMSIZE, MASKS, MODULES, NAMES, Case, Selection
 
 INTERRUPTED = 130
 # Where no workload is named.
@@ -91,11 +91,26 @@ def run_parser() -> argparse.ArgumentParser:
         help=", ".join(DIRECTIONS),
     )
     add(
+        "--mask",
+        type=functools.partial(one_of, MASKS),
+        default=(),
+        metavar="MASK,...",
+        help=", ".join(MASKS),
+    )
+    add(
         "--dtype",
         type=functools.partial(one_of, tuple(ITEMSIZE)),
         default=(),
         metavar="DTYPE,...",
         help="instead of those of the workload",
+    )
+    add(
+        "--shared-memory",
+        type=numbers,
+        default=(),
+        metavar="KIB,...",
+        help="tiles as for GPUs on which a block has so much: 64 (7.5), 99 (8.6, 8.9, "
+        "12.0), 163 (8.0, 8.7), 227 (9.0, 10.0)",
     )
     add(
         "--budget",
@@ -148,6 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.device = options.device or ("cpu" if no_cuda() else "cuda")
     if options.device == "cuda" and (reason := no_cuda()):
         parser.error(f"--device cuda: {reason}")
+    if options.shared_memory and (
+        reason := tiles.why_not(options.shared_memory, options.device)
+    ):
+        parser.error(f"--shared-memory: {reason}")
     names = options.workload or [DEFAULT[options.device]]
     known = known_impls(names, options.device)
     if unknown := [name for name in options.only if name not in known]:
@@ -156,8 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_list(options.device)
         return 0
     selection = Selection(
-        options.head_dim, options.seqlen, options.direction, options.dtype
-    )
+        options.head_dim, options.seqlen, options.direction, options.mask,
+        options.dtype, options.shared_memory,
+    )  # fmt: skip
     if options.resume and len(names) > 1:
         parser.error("--resume takes one workload")
     try:
@@ -229,6 +249,11 @@ def run_cases(
         seconds=options.case_seconds or CASE_SECONDS[options.device],
         deadline=deadline,
     )
+    if cases[0].workload == "tiles" and options.device == "cuda":
+        start = time.monotonic()
+        count = tiles.precompile(cases)
+        elapsed = time.monotonic() - start
+        print(f"{count} kernels ready after {elapsed:.0f} s", file=sys.stderr)
     with shown(cases[0].workload, len(cases)) as progress:
         runner.tick = progress.tick
         for case, rows in runner.run(cases):

@@ -195,9 +195,20 @@ def mma_specs(
 ) -> Iterator[KernelSpec]:
     """Yield the kernels of `mma` of a head size on a GPU: no option, then all of them.
 
+    For sequences from long to short, as tiles have fewer rows where blocks are few.
     None if the family can't serve it there.
     """
-    seqlen = 300  # more than a tile, so that dbias is summed in parts
+    tables = MMA_KERNELS.values()
+    for rows in sorted({row.rows for table in tables for row in table}, reverse=True):
+        # A block of so many rows for each multiprocessor.
+        seqlen = rows * gpu.multiprocessors
+        yield from mma_specs_of(seqlen, gpu, dtype, head_dim, **options)
+
+
+def mma_specs_of(
+    seqlen: int, gpu: DeviceInfo, dtype: np.dtype, head_dim: int, **options: Any
+) -> Iterator[KernelSpec]:
+    """Yield the kernels of one head with so many queries and keys."""
     q, bias = info(seqlen, 1, head_dim, dtype=dtype), info(1, 1, dtype=dtype)
     lse = info(1, seqlen, dtype=FLOAT64 if dtype == FLOAT64 else FLOAT32)
     arrays = {"q": q, "k": q, "v": q, "out": q, "dout": q, "lse": lse}

@@ -153,9 +153,12 @@ def kernels(gpus: Sequence[DeviceInfo]) -> str:
     return "\n\n".join(
         (
             table(("compute capability", "GPUs", "dtype", "family"), families(gpus)),
-            "The tiles, in rows × columns of the matrix of logits, where K and V have "
-            "heads\nof the same size. What decides is how much shared memory a block "
-            "can have:",
+            "What decides about a tile is how much shared memory a block can have. "
+            "Where there would\nbe fewer blocks than multiprocessors, or more rows in "
+            "one than in the sequence, `mma` takes\na tile with fewer rows.",
+            "<details>\n<summary>The tiles of large problems</summary>",
+            "In rows × columns of the matrix of logits, where K and V have heads of "
+            "the same size:",
             table(
                 (
                     "dtype", "compute capability", "shared memory", "head size",
@@ -163,6 +166,7 @@ def kernels(gpus: Sequence[DeviceInfo]) -> str:
                 ),
                 tiles(gpus),
             ),
+            "</details>",
         )
     )  # fmt: skip
 
@@ -196,16 +200,14 @@ def alike(
     gpus: Sequence[DeviceInfo], what: Callable[[DeviceInfo, np.dtype], T]
 ) -> list[tuple[str, list[DeviceInfo], T]]:
     """Return dtypes and GPUs for which the same is found, and what it is."""
-    found = {dtype: {gpu: what(gpu, dtype) for gpu in gpus} for dtype in ELEMENT_TYPES}
+    found = []
+    for dtype, element in ELEMENT_TYPES.items():
+        of_gpu = {gpu: what(gpu, dtype) for gpu in gpus}
+        for group in grouped(gpus, of_gpu.__getitem__):
+            found.append((element.name, group, of_gpu[group[0]]))
     return [
-        (
-            ", ".join(ELEMENT_TYPES[dtype].name for dtype in dtypes),
-            group,
-            of_gpu[group[0]],
-        )
-        for dtypes in grouped(found, lambda dtype: tuple(found[dtype].values()))
-        for of_gpu in [found[dtypes[0]]]
-        for group in grouped(gpus, of_gpu.__getitem__)
+        (", ".join(name for name, _, _ in same), *same[0][1:])
+        for same in grouped(found, lambda entry: (tuple(entry[1]), entry[2]))
     ]
 
 

@@ -22,6 +22,8 @@ IDENTITY = (
     "workload", "direction", "dtype", "head_dim", "head_dim_v", "causal", "seqlen",
     "kv_seqlen", "batch", "heads", "kv_heads",
 )  # fmt: skip
+# The same of some cases only.
+MORE_IDENTITY = ("shared_memory",)
 FIGURES = ("ms", "ms_spread", "tflops", "tbps", "error", "ratio", "host_us", "rounds")
 OURS = "cupy_flash"
 
@@ -56,6 +58,9 @@ def new_row(case: Case, impl: str, status: str, why: str = "", **figures: Any) -
         row[name] = value if finite else None
     if case.q_lengths is not None:
         row |= {"q_lengths": case.q_lengths, "k_lengths": case.k_lengths}
+    for name in MORE_IDENTITY:
+        if getattr(case, name) is not None:
+            row[name] = getattr(case, name)
     return row | {"status": status, "why": one_line(why)}
 
 
@@ -68,12 +73,12 @@ def one_line(text: str) -> str:
 
 def case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what is equal in the rows of one case."""
-    return tuple(row.get(name) for name in IDENTITY)
+    return tuple(row.get(name) for name in (*IDENTITY, *MORE_IDENTITY))
 
 
 def identity(case: Case) -> tuple[Any, ...]:
     """Return `case_of` of a case's rows."""
-    return tuple(getattr(case, name) for name in IDENTITY)
+    return tuple(getattr(case, name) for name in (*IDENTITY, *MORE_IDENTITY))
 
 
 def is_ours(impl: str) -> bool:
@@ -119,7 +124,8 @@ def label_of(row: Mapping[str, Any]) -> str:
     if row.get("head_dim") is None:
         parts = (row.get("workload"), row.get("direction"), row.get("dtype"))
         return " ".join(str(part) for part in parts if part)
-    return Case(**{name: row[name] for name in IDENTITY}).label
+    more = {name: row[name] for name in MORE_IDENTITY if name in row}
+    return Case(**{name: row[name] for name in IDENTITY}, **more).label
 
 
 def slug(name: str) -> str:

@@ -2,62 +2,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 
+from cupy_flash import compiler
+from cupy_flash.aot import Call
 from cupy_flash.configs import (
     MMA_BACKWARD,
     MMA_FORWARD,
-    SIMT_BACKWARD,
-    SIMT_FORWARD,
     MmaRow,
     MmaTile,
-    SimtRow,
     SimtTile,
     Tile,
 )
+from cupy_flash.device import CuPyDevice, DeviceInfo, current_device
 from cupy_flash.dtypes import accumulator, parse_dtype
+from cupy_flash.problem import Options
+from cupy_flash.spec import KernelSpec
 from cupy_flash.variant import Variant
 
-from .peers.base import Peer
+from .peers.base import Inputs, Peer
 from .peers.ours import CuPyFlash
+from .results import OURS
 from .workloads import ITEMSIZE, Case
 
-# Bytes of an element while it is computed with.
-ACCUMULATOR = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
 # Each candidate is compiled, which takes seconds.
 MOST = 12
 MOST_OF_MMA = 24
-# What the largest GPUs give a block, and what a thread can have for sums.
-SHARED_MEMORY = 227 * 1024
+# What a thread can have for sums.
 REGISTERS = 256
+# Further tiles worth measuring with their largest head, whatever the table has.
+ALSO_FORWARD = (
+    MmaRow(2, 64, 64, 64, warps=4, stages=2, blocks=3),
+    MmaRow(2, 256, 128, 112, warps=8),
+)
+ALSO_BACKWARD = (
+    MmaRow(2, 128, 64, 32, warps=4, stages=2, across=2, blocks=2),
+    MmaRow(2, 128, 128, 32, warps=8, stages=2, across=2),
+    MmaRow(2, 256, 32, 64, warps=8, stages=2, across=4),
+    MmaRow(2, 256, 64, 64, warps=8, stages=2, across=2),
+)
+# Families whose tables are made of these results.
+FAMILIES = ("mma", "simt")
+# Shared memory that a block takes beside its own.
+RESERVED = 1024
 
 
-def simt_candidates(case: Case) -> list[SimtTile]:
+def why_not(kib: Sequence[int], device: str) -> str:
+    """Return why tiles can't be measured with so much shared memory, or ""."""
+    if not kib:
+        return ""
+    if device != "cuda":
+        return "a CPU has none"
+    most = current_device().info.shared_memory // 1024
+    return f"this GPU has {most} KiB" if max(kib) > most else ""
+
+
+def limited(case: Case, gpu: DeviceInfo) -> DeviceInfo:
+    """Return a GPU with as much shared memory as the case says."""
+    if case.shared_memory is None:
+        return gpu
+    return dataclasses.replace(gpu, shared_memory=case.shared_memory * 1024)
+
+
+def planned(case: Case, gpu: DeviceInfo, config: Any, direction: str) -> Call:
+    """Return a case's call with a family or a tile."""
+    return Call(
+        Options(direction, causal=case.causal, config=config), parse_dtype(case.dtype),
+        case.head_dim, case.head_dim_v, case.batch, case.seqlen, case.kv_seqlen,
+        case.heads, case.kv_heads,
+    )  # fmt: skip
+
+
+def chosen(case: Case, gpu: DeviceInfo, families: Sequence[str] = FAMILIES) -> Tile:
+    """Return the tile that a case gets of the first family that can serve it."""
+    for family in families:
+        try:
+            plan = planned(case, gpu, family, case.direction).plan(gpu)
+        except ValueError:
+            continue
+        # Where the sums of dq would take too much, it has a kernel of its own.
+        kernels = ("forward", "backward", "backward_dkdv")
+        (tile,) = (s.spec.tile for s in plan.steps if s.spec.kernel in kernels)
+        return tile
+    raise AssertionError("the last family takes everything")
+
+
+def simt_candidates(case: Case, gpu: DeviceInfo) -> list[SimtTile]:
     """Return tiles worth measuring for a case, the one in use first.
 
     The row that the table gives, and its neighbours: one property changed at a time,
     then two of those that decide occupancy.
     """
-    table = SIMT_FORWARD if case.direction == "forward" else SIMT_BACKWARD
-    base = table_tile(table, case)
+    gpu = limited(case, gpu)
+    base = chosen(case, gpu, ("simt",))
     found = dict.fromkeys([base, *neighbours(base, case)])
-    return [tile for tile in found if sensible(tile)][:MOST]
-
-
-def table_tile(table: Sequence[SimtRow], case: Case) -> SimtTile:
-    """Return the first tile whose limits hold, as if shared memory were no limit."""
-    for row in table:
-        if (
-            row.accumulator == ACCUMULATOR[case.dtype]
-            and case.head_dim <= (row.max_head_dim or case.head_dim)
-            and case.head_dim_v <= (row.max_head_dim_v or case.head_dim_v)
-        ):
-            return row.tile
-    raise AssertionError("the last rows of a table have no limits")
+    return [
+        tile
+        for tile in found
+        if sensible(tile) and shared_memory(tile, case) <= gpu.shared_memory
+    ][:MOST]
 
 
 def neighbours(tile: SimtTile, case: Case) -> Iterator[SimtTile]:
@@ -89,34 +141,39 @@ def sensible(tile: SimtTile) -> bool:
     )
 
 
-def mma_candidates(case: Case) -> list[MmaTile]:
+def mma_candidates(case: Case, gpu: DeviceInfo) -> list[MmaTile]:
     """Return tiles of tensor cores worth measuring for a case, the one in use first.
 
     None if the family has no tile for the case.
     """
-    table = MMA_FORWARD if case.direction == "forward" else MMA_BACKWARD
-    rows = mma_rows(table, case)
-    if not rows:
+    gpu = limited(case, gpu)
+    if case.direction == "forward":
+        table, also = MMA_FORWARD, ALSO_FORWARD
+    else:
+        table, also = MMA_BACKWARD, ALSO_BACKWARD
+    tiles = mma_tiles(table, case, gpu)
+    if not tiles:
         return []
-    # Those that follow in the table are made for less shared memory.
-    tiles = [row.tile(case.head_dim, case.head_dim_v) for row in rows]
-    others = (
-        fitting_depths(other, rows[0], case) for other in mma_neighbours(tiles[0], case)
-    )
-    found = dict.fromkeys([*tiles[:1], *others, *tiles[1:]])
-    kept = [tile for tile in found if tile == tiles[0] or mma_sensible(tile, case)]
+    base = chosen(case, gpu, ("mma",))
+    others = [fitting_depths(other, case) for other in mma_neighbours(base, case)]
+    # The table's other tiles are for less shared memory or, which is of interest only
+    # where the first one isn't the choice, for few blocks.
+    groups = (others, tiles) if base == tiles[0] else (tiles, others)
+    rows = [row for row in also if row.max_depth == case.head_dim]
+    further = mma_tiles(rows, case, gpu)
+    found = dict.fromkeys([base, *further, *itertools.chain(*groups)])
+    kept = [tile for tile in found if tile == base or mma_sensible(tile, case, gpu)]
     return kept[:MOST_OF_MMA]
 
 
-def mma_rows(table: Sequence[MmaRow], case: Case) -> list[MmaRow]:
-    """Return the rows of a table that a case could have on the largest GPU."""
-    rows = []
-    for row in table:
-        tile = row.tile(case.head_dim, case.head_dim_v)
-        if row.itemsize == ITEMSIZE[case.dtype] and tile is not None:
-            if shared_memory(tile, case) <= SHARED_MEMORY:
-                rows.append(row)
-    return rows
+def mma_tiles(table: Sequence[MmaRow], case: Case, gpu: DeviceInfo) -> list[MmaTile]:
+    """Return the tiles of a table that a case could have on a GPU."""
+    tiles = (
+        row.tile(case.head_dim, case.head_dim_v)
+        for row in table
+        if row.itemsize == ITEMSIZE[case.dtype]
+    )
+    return [tile for tile in tiles if tile and blocks_fit(tile, case, gpu)]
 
 
 def mma_neighbours(tile: MmaTile, case: Case) -> Iterator[MmaTile]:
@@ -139,6 +196,10 @@ def mma_neighbours(tile: MmaTile, case: Case) -> Iterator[MmaTile]:
     yield changed(rows=2 * rows, warps=2 * warps)
     yield changed(rows=rows // 2, warps=warps // 2)
     yield changed(warps=warps // 2)
+    yield changed(rows=rows // 2)
+    yield changed(rows=2 * rows)
+    if case.seqlen < rows:
+        yield changed(rows=rows // 4, warps=warps // 4)
     if case.direction != "forward":
         for across in (1, 2, 4):
             yield changed(across=across, warps=warps * across // tile.across)
@@ -153,15 +214,17 @@ def mma_neighbours(tile: MmaTile, case: Case) -> Iterator[MmaTile]:
         yield changed(rows=shape[0], warps=shape[1], stages=stages, blocks=blocks)
 
 
-def fitting_depths(tile: MmaTile, row: MmaRow, case: Case) -> MmaTile:
+def fitting_depths(tile: MmaTile, case: Case) -> MmaTile:
     """Return a tile with depths that its warps side by side can divide."""
-    depths = dataclasses.replace(row, across=max(tile.across, 1)).tile(
-        case.head_dim, case.head_dim_v
-    )
+    row = MmaRow(
+        ITEMSIZE[case.dtype], max(case.head_dim, case.head_dim_v), tile.rows,
+        tile.columns, tile.warps, across=max(tile.across, 1),
+    )  # fmt: skip
+    depths = row.tile(case.head_dim, case.head_dim_v)
     return dataclasses.replace(tile, depth=depths.depth, depth_v=depths.depth_v)
 
 
-def mma_sensible(tile: MmaTile, case: Case) -> bool:
+def mma_sensible(tile: MmaTile, case: Case, gpu: DeviceInfo) -> bool:
     """Tell whether the kernels take a tile and have room for it."""
     dtype = parse_dtype(case.dtype)
     if tile.fault(dtype):
@@ -169,12 +232,17 @@ def mma_sensible(tile: MmaTile, case: Case) -> bool:
     # A multiprocessor has 65536 registers and a thread 255.
     registers = min(REGISTERS, 65536 // (tile.threads * tile.blocks))
     return (
-        shared_memory(tile, case) * tile.blocks <= SHARED_MEMORY
-        and sums_of_a_thread(tile, case, dtype) < registers
+        blocks_fit(tile, case, gpu) and sums_of_a_thread(tile, case, dtype) < registers
     )
 
 
-def shared_memory(tile: MmaTile, case: Case) -> int:
+def blocks_fit(tile: MmaTile, case: Case, gpu: DeviceInfo) -> bool:
+    """Tell whether a multiprocessor has shared memory for the blocks it should hold."""
+    each = shared_memory(tile, case) + RESERVED
+    return tile.blocks * each <= gpu.shared_memory + RESERVED
+
+
+def shared_memory(tile: Tile, case: Case) -> int:
     """Return the shared memory of the kernel that a case measures, in bytes."""
     kernel = "forward" if case.direction == "forward" else "backward"
     return tile.shared_memory(kernel, parse_dtype(case.dtype), Variant())
@@ -189,11 +257,108 @@ def sums_of_a_thread(tile: MmaTile, case: Case, dtype: np.dtype) -> float:
     return tile.rows * channels / tile.threads * accumulator(dtype).itemsize / 4
 
 
-def candidates(case: Case) -> list[Tile]:
+def candidates(case: Case, gpu: DeviceInfo) -> list[Tile]:
     """Return tiles of the family that a case gets by itself."""
-    return [*mma_candidates(case)] or [*simt_candidates(case)]
+    return [*mma_candidates(case, gpu)] or [*simt_candidates(case, gpu)]
 
 
-def peers(case: Case) -> list[Peer]:
-    """Return the library as it is and, beside it, each candidate."""
-    return [CuPyFlash(), *(CuPyFlash(config=tile) for tile in candidates(case))]
+# --- Measuring them -------------------------------------------------------------------
+
+
+class Limited(CuPyFlash):
+    """A tile that shares a multiprocessor with no more blocks than on a smaller GPU.
+
+    Its launches ask for more shared memory than they need, as much as leaves room for
+    as many blocks as there would be.
+    """
+
+    def build(self, case: Case, inputs: Inputs) -> Callable[[], Any]:
+        """Return a call of the public functions."""
+        call = super().build(case, inputs)
+        device = current_device()
+        needed = shared_memory(self.config, case)
+        asked = padded(needed, limited(case, device.info), device.info)
+
+        def padding() -> Any:
+            with asking(device, needed, asked):
+                return call()
+
+        return self._checked(padding)
+
+
+def padded(needed: int, smaller: DeviceInfo, gpu: DeviceInfo) -> int:
+    """Return the shared memory of which a GPU holds as often as another what's needed.
+
+    The other has less of it, and other limits are not known here.
+    """
+    count = (smaller.shared_memory + RESERVED) // (needed + RESERVED)
+    share = (gpu.shared_memory + RESERVED) // max(count, 1) - RESERVED
+    return max(needed, share // 16 * 16)
+
+
+@contextlib.contextmanager
+def asking(device: CuPyDevice, needed: int, asked: int) -> Iterator[None]:
+    """Launch kernels that need so much shared memory with more of it."""
+    from cupy.cuda import driver
+
+    limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    launch = device.launch
+
+    def launch_padded(
+        kernel: Any, grid: int, block: int, shared: int, *arguments: Any
+    ) -> None:
+        if shared == needed:
+            driver.funcSetAttribute(kernel.ptr, limit, asked)
+            shared = asked
+        launch(kernel, grid, block, shared, *arguments)
+
+    device.launch = launch_padded
+    try:
+        yield
+    finally:
+        del device.launch
+
+
+def peers(case: Case, gpu: DeviceInfo | None = None) -> list[Peer]:
+    """Return the tile that a case gets and, beside it, each candidate."""
+    tiles = candidates(case, gpu or current_device().info)
+    make = CuPyFlash if case.shared_memory is None else Limited
+    return [make(config=tiles[0], name=OURS), *(make(config=tile) for tile in tiles)]
+
+
+def kernels(cases: Iterable[Case], gpu: DeviceInfo) -> list[KernelSpec]:
+    """Return the kernels of all candidates of some cases."""
+    specs: list[KernelSpec] = []
+    for case in cases:
+        calls = [
+            planned(case, gpu, tile, case.direction) for tile in candidates(case, gpu)
+        ]
+        if case.direction != "forward":
+            calls.append(planned(case, gpu, None, "forward"))
+        for call in calls:
+            with contextlib.suppress(ValueError):  # its row will say why
+                specs += [step.spec for step in call.plan(gpu).steps]
+    return list(dict.fromkeys(specs))
+
+
+def precompile(cases: Iterable[Case], gpu: DeviceInfo | None = None) -> int:
+    """Put the kernels of some cases into the cache, in a process for each core.
+
+    Else the time of a run would go to compiling one after the other. Returns how many
+    there are.
+    """
+    gpu = gpu or current_device().info
+    specs = kernels(cases, gpu)
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(os.cpu_count() or 1, len(specs)))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        capabilities = itertools.repeat(gpu.compute_capability)
+        for _ in pool.map(keep, specs, capabilities, chunksize=1):
+            pass
+    return len(specs)
+
+
+def keep(spec: KernelSpec, capability: int) -> None:
+    """Put a kernel into the cache; one that can't be compiled says so when it's run."""
+    with contextlib.suppress(compiler.CompileError):
+        compiler.cached_image(spec, capability)

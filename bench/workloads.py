@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 DIRECTIONS = ("forward", "backward", "both")
+MASKS = ("full", "causal")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Backward has five products where forward has two.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -31,6 +33,8 @@ class Case:
     q_lengths, k_lengths : tuple of int, optional
         The valid prefix of each sequence of the batch. Rows past it are 0 in the
         output and in the gradients. Both are given or none.
+    shared_memory : int, optional
+        Blocks have no more than so many KiB, as on a smaller GPU.
     """
 
     workload: str
@@ -46,6 +50,7 @@ class Case:
     direction: str
     q_lengths: tuple[int, ...] | None = None
     k_lengths: tuple[int, ...] | None = None
+    shared_memory: int | None = None
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -110,9 +115,10 @@ class Case:
         if self.head_dim_v != self.head_dim:
             size += f"/{self.head_dim_v}"
         ragged = " ragged" if self.q_lengths else ""
+        memory = f" {self.shared_memory} KiB" if self.shared_memory else ""
         return (
             f"{self.workload} {self.direction} {self.dtype} {size} {self.mask} "
-            f"B{self.batch} {seqlen} {heads}{ragged}"
+            f"B{self.batch} {seqlen} {heads}{ragged}{memory}"
         )
 
 
@@ -250,15 +256,37 @@ def fp64() -> list[Case]:
     ]
 
 
+# Batch, queries and keys in 2048 channels.
+TILE_SHAPES = {
+    "large": (4, 4096, 4096),
+    "few blocks": (1, 512, 512),
+    "short sequences": (256, 64, 64),
+    "few queries": (8, 16, 2048),
+}
+
+
 def tiles() -> list[Case]:
     """Shapes that the tile tables are chosen by; every tile is a contestant."""
-    return [
-        square("tiles", dtype, batch, 4096, 2048 // size, size, causal, direction)
-        for dtype, batch in (("float32", 4), ("bfloat16", 4), ("float64", 1))
-        for size in (64, 128, 256, 32)
-        for causal in (False, True)
-        for direction in ("forward", "backward")
-    ]
+    cases = []
+    for dtype, size, (name, (batch, queries, keys)), causal, direction in (
+        itertools.product(
+            ("float32", "bfloat16", "float64"), (64, 128, 256, 32),
+            TILE_SHAPES.items(), (False, True), ("forward", "backward"),
+        )
+    ):  # fmt: skip
+        if name != "large" and (causal or size == 32):
+            continue
+        # Backward has a block for some keys, of which there are many.
+        if name == "few queries" and direction == "backward":
+            continue
+        heads = 2048 // size
+        cases.append(
+            Case(
+                "tiles", dtype, batch, queries, keys, heads, heads, size, size, causal,
+                direction,
+            )
+        )  # fmt: skip
+    return cases
 
 
 def cpu() -> list[Case]:
@@ -286,12 +314,15 @@ class Selection:
     """Which cases of a workload to run; an empty tuple selects all.
 
     `dtypes` isn't a filter: it runs the cases in these dtypes instead of their own.
+    `shared_memory` runs those of `tiles` with so many KiB for a block, each.
     """
 
     head_dims: tuple[int, ...] = ()
     seqlens: tuple[int, ...] = ()
     directions: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    shared_memory: tuple[int, ...] = ()
 
     def cases(self, workload: str) -> list[Case]:
         """Return the selected cases, the most telling first.
@@ -309,6 +340,14 @@ class Selection:
                 for dtype in self.dtypes
                 for case in chosen
             ]
+        if self.shared_memory:
+            if workload != "tiles":
+                raise ValueError(f"{workload} doesn't depend on shared memory")
+            chosen = [
+                dataclasses.replace(case, shared_memory=kib)
+                for case in chosen
+                for kib in self.shared_memory
+            ]
         if not chosen:
             raise ValueError(f"no case of {workload} is left: {self.choices(every)}")
         return representative(dict.fromkeys(chosen))
@@ -317,6 +356,7 @@ class Selection:
         return (
             (not self.head_dims or case.head_dim in self.head_dims)
             and (not self.directions or case.direction in self.directions)
+            and (not self.masks or case.mask in self.masks)
             and (
                 not self.seqlens
                 or case.seqlen in self.seqlens
@@ -331,6 +371,7 @@ class Selection:
             "head-dim": sorted({case.head_dim for case in cases}),
             "seqlen": sorted({case.kv_seqlen for case in cases}),
             "direction": [d for d in DIRECTIONS if d in {c.direction for c in cases}],
+            "mask": sorted({case.mask for case in cases}),
         }
         return "; ".join(
             f"--{name} {','.join(map(str, values))}" for name, values in parts.items()

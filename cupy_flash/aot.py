@@ -227,5 +227,28 @@ def _specs(
         same = replace(call, options=options)
         # Where there are few tiles, a bias's gradient is summed in parts.
         few = replace(same, batch=64, seqlen_q=64, seqlen_k=64)
-        for sized in (same, few):
+        calls = (same, few, *_from_short_to_long(same, device))
+        for sized in (*calls, *_with_tiles_of_wgmma(same, device)):
             yield from (step.spec for step in sized.plan(device).steps)
+
+
+def _with_tiles_of_wgmma(call: Call, device: DeviceInfo) -> Iterator[Call]:
+    """Yield the call with each tile that some size of it gets, in the family `wgmma`."""
+    if call.options.config is None and call.plan(device).family == "wgmma":
+        for tile in configs.wgmma_tiles(call.head_dim, call.head_dim_v):
+            yield replace(call, options=call.options._replace(config=tile))
+
+
+def _from_short_to_long(call: Call, device: DeviceInfo) -> Iterator[Call]:
+    """Yield calls from less than a tile to a large one for each multiprocessor.
+
+    How many blocks there would be decides about a tile's rows. With many single
+    queries, dq is not summed by atomics.
+    """
+    length = 16
+    while length <= 128 * device.multiprocessors:
+        long = replace(call, seqlen_k=length)
+        yield replace(long, batch=1, heads_q=1, heads_kv=1, seqlen_q=length)
+        if call.options.direction == "backward":
+            yield replace(long, batch=64, seqlen_q=1)
+        length *= 2

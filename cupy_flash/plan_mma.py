@@ -21,6 +21,8 @@ _NEGLIGIBLE = 2**20
 _RESERVED = 1024
 _MMA_ROWS = 16  # queries of one mma.sync, and so of a row of workspace `dq_sums`
 _MMA_COLUMNS = 8
+# Warps that a multiprocessor can issue from at once.
+_SCHEDULERS = 4
 
 
 def refusal(problem: Problem, device: DeviceInfo) -> str:
@@ -53,6 +55,11 @@ def needs_copy(problem: Problem, name: str) -> bool:
         or (channels > 1 and step != operand.dtype.itemsize)
         or any(n > 1 and s % _WIDTH for n, s in steps)
     )
+
+
+def copied(problem: Problem) -> tuple[str, ...]:
+    """Name the inputs that are copied because they can't be loaded as they lie."""
+    return tuple(name for name in LOADED_WIDE if needs_copy(problem, name))
 
 
 def is_ragged(problem: Problem) -> bool:
@@ -138,30 +145,85 @@ class MmaBuilder(Builder):
         p = self.problem
         return p.batch * p.heads_kv * blocks(p.seqlen_k, rows)
 
+    def _blocks_of(self, kernel: str, rows: int) -> int:
+        """Return how many blocks a kernel has if each owns so many rows."""
+        if kernel in ("forward", "backward_dq"):
+            return self._query_blocks(rows)
+        return self._key_blocks(rows)
+
     def _tile(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
         """Take a tile, and say so."""
-        tile = self._find(kernel, table)
-        if not self._is_forced(kernel):
-            self.reasons.append(f"{kernel}: tile {tile.name}")
+        if self._is_forced(kernel):
+            return self._find(kernel, table)
+        first, tile = self._choose(kernel, table)
+        self.reasons.append(f"{kernel}: tile {tile.name}")
+        if tile != first:
+            self._explain_rows(kernel, first.rows, tile.rows)
         return tile
 
+    def _explain_rows(self, kernel: str, first: int, rows: int) -> None:
+        """Say why a block owns fewer rows than with the first tile that fits."""
+        of_first, count = (self._blocks_of(kernel, n) for n in (first, rows))
+        self.reasons.append(
+            f"{kernel}: {first} rows a block would be "
+            + (
+                "more than the sequence has"
+                if count == of_first
+                else f"{of_first} blocks for {self.device.multiprocessors} "
+                f"multiprocessors, {rows} are {count}"
+            )
+        )
+
     def _find(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
-        """Return the first row that is for the head sizes and fits the GPU."""
+        """Return the tile that a kernel gets of a table, or the one asked for."""
         if self._is_forced(kernel):
             self._check(kernel, self.forced)
             return self.forced
+        return self._choose(kernel, table)[1]
+
+    def _choose(
+        self, kernel: str, table: tuple[configs.MmaRow, ...]
+    ) -> tuple[MmaTile, MmaTile]:
+        """Return the first tile that fits the GPU, and the one that is taken.
+
+        That is the first with a block for each multiprocessor or, if none has so many,
+        the one with most. Where fewer rows make as many blocks, the others would be
+        padding.
+        """
         p = self.problem
+        first = chosen = None
         for row in table:
-            tile = row.tile(p.head_dim, p.head_dim_v)
-            if row.itemsize != p.dtype.itemsize or tile is None:
+            if row.itemsize != p.dtype.itemsize:
                 continue
-            if self._blocks_fit(kernel, tile):
-                return tile
-        raise DoesNotFit(
-            f"{kernel}: no tile of mma for {p.dtype} with head_dim {p.head_dim} and "
-            f"{p.head_dim_v} fits {self.device.shared_memory // 1024} KiB of shared "
-            "memory"
-        )
+            if chosen is not None and not self._is_better(kernel, row, chosen):
+                continue
+            tile = row.tile(p.head_dim, p.head_dim_v)
+            if tile is None or not self._blocks_fit(kernel, tile):
+                continue
+            if first is None:
+                first = chosen = tile
+            elif (tile.depth, tile.depth_v) == (first.depth, first.depth_v):
+                chosen = tile
+        if first is None:
+            raise DoesNotFit(
+                f"{kernel}: no tile of mma for {p.dtype} with head_dim {p.head_dim} "
+                f"and {p.head_dim_v} fits {self.device.shared_memory // 1024} KiB of "
+                "shared memory"
+            )
+        return first, chosen
+
+    def _is_better(self, kernel: str, row: configs.MmaRow, chosen: MmaTile) -> bool:
+        """Whether a row's fewer rows a block serve a small problem better."""
+        # The bias's gradient fills the GPU with parts of sums instead. Blocks that
+        # leave schedulers idle have more to load, and no warp has less to do.
+        if (
+            kernel == "backward_dbias"
+            or row.rows >= chosen.rows
+            or row.warps < _SCHEDULERS
+        ):
+            return False
+        count, more = (self._blocks_of(kernel, n) for n in (chosen.rows, row.rows))
+        return count == more or count < self.device.multiprocessors
 
     def _is_forced(self, kernel: str) -> bool:
         """Whether `config` decides about a kernel.

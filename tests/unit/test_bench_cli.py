@@ -16,7 +16,7 @@ import pytest
 from bench import __main__ as cli
 from bench import runner
 from bench.results import IDENTITY, STATUSES
-from bench.workloads import NAMES
+from bench.workloads import MASKS, NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--device", "cpu", "--no-plots", "--case-seconds", "0.01")
@@ -175,6 +175,14 @@ def test_only_keeps_ours_beside_those_that_are_named(tmp_path: Path) -> None:
     assert {row["impl"] for row in rows} == {"cupy_flash", "naive"}
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_mask(tmp_path: Path, mask: str) -> None:
+    arguments = ["cpu", "--mask", mask, "--budget", "0", "--out", str(tmp_path)]
+    assert cli.main([*arguments, *QUICK, *ONE]) == 0
+    rows = result_of(tmp_path)["rows"]
+    assert rows and {row["causal"] for row in rows} == {mask == "causal"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -183,6 +191,8 @@ def test_only_keeps_ours_beside_those_that_are_named(tmp_path: Path) -> None:
         (["cpu", "--head-dim", "72"], "--head-dim 64,128"),
         (["cpu", "--direction", "up"], "up unknown; accepted: forward"),
         (["cpu", "--dtype", "int8"], "int8 unknown"),
+        (["cpu", "--mask", "none"], "none unknown; accepted: full, causal"),
+        (["tiles", "--shared-memory", "99"], "--shared-memory: a CPU has none"),
         (["compare", "a.json"], "arguments are required|expected 2"),
         (["compare", "a.json", "b.json"], "a.json"),
     ],

@@ -13,6 +13,7 @@ from bench.results import FIGURES, IDENTITY, STATUSES, Row
 from bench.runner import Runner, describe
 from bench.tiles import sensible, simt_candidates
 from bench.workloads import WORKLOADS, Case, square
+from cupy_flash.device import hypothetical
 
 from .bench_fakes import FakePeer, FakeTimer
 
@@ -191,7 +192,7 @@ def test_errors_are_described_in_one_line() -> None:
 
 @pytest.mark.parametrize("case", WORKLOADS["tiles"](), ids=lambda case: case.label)
 def test_tile_candidates_are_few_and_begin_with_the_tables(case: Case) -> None:
-    tiles = simt_candidates(case)
+    tiles = simt_candidates(case, hypothetical("sm_90"))
     assert 4 <= len(tiles) == len(set(tiles)) <= 12
     assert all(sensible(tile) for tile in tiles)
     names = {tile.name for tile in tiles}

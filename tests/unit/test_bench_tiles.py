@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import tiles
+from bench.results import OURS, case_of, identity, label_of, new_row
 from bench.tiles import (
     MOST_OF_MMA,
-    SHARED_MEMORY,
+    Limited,
+    asking,
     candidates,
+    kernels,
+    limited,
     mma_candidates,
     mma_sensible,
+    padded,
     shared_memory,
     simt_candidates,
 )
-from bench.workloads import WORKLOADS, Case, square
+from bench.workloads import TILE_SHAPES, WORKLOADS, Case, Selection, square
+from cupy_flash.aot import Call
 from cupy_flash.configs import MmaTile
 from cupy_flash.device import hypothetical
 from cupy_flash.dtypes import parse_dtype
-from cupy_flash.plan import make_plan
-from cupy_flash.problem import ArrayInfo, Options
-from cupy_flash.validate import contiguous_strides, make_problem
+from cupy_flash.problem import Options
 
-HOPPER = hypothetical("sm_90")
 CASES = WORKLOADS["tiles"]()
+LARGEST = hypothetical("sm_90")
+KIB = (64, 99, 163, 227)
+SMALLER = Selection(dtypes=("bfloat16", "float32"), shared_memory=KIB).cases("tiles")
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+some = pytest.mark.parametrize("case", SMALLER[::7], ids=lambda case: case.label)
 
 
-def tile_by_itself(case: Case) -> object:
-    """Return the tile of a call that asks for none."""
-    dtype = parse_dtype(case.dtype)
-    shape = (case.batch, case.seqlen, case.heads, case.head_dim)
-    q = ArrayInfo(shape, contiguous_strides(shape, dtype), dtype)
-    arrays = dict.fromkeys(("q", "k", "v", "out", "dout"), q)
-    wide = parse_dtype("float64" if case.dtype == "float64" else "float32")
-    lse = (case.batch, case.heads, case.seqlen)
-    arrays["lse"] = ArrayInfo(lse, contiguous_strides(lse, wide), wide)
-    problem = make_problem(arrays, Options(case.direction, causal=case.causal))
-    steps = make_plan(problem, HOPPER).steps
-    return next(
-        step.spec.tile
-        for step in steps
-        if step.spec.kernel in ("forward", "backward", "backward_dkdv")
-    )
+def tile_by_itself(case: Case, gpu: Any = LARGEST) -> object:
+    """Return the tile of a call that asks for no more than this family or the other."""
+    for family in ("mma", "simt"):
+        options = Options(case.direction, causal=case.causal, config=family)
+        call = Call(
+            options, parse_dtype(case.dtype), case.head_dim, case.head_dim_v,
+            case.batch, case.seqlen, case.kv_seqlen, case.heads, case.kv_heads,
+        )  # fmt: skip
+        try:
+            steps = call.plan(gpu).steps
+        except ValueError:
+            continue
+        return next(
+            step.spec.tile
+            for step in steps
+            if step.spec.kernel in ("forward", "backward", "backward_dkdv")
+        )
 
 
 @cases
 def test_the_tile_in_use_comes_first(case: Case) -> None:
-    assert candidates(case)[0] == tile_by_itself(case)
+    assert candidates(case, LARGEST)[0] == tile_by_itself(case)
 
 
 @cases
 def test_candidates_of_mma(case: Case) -> None:
-    found = mma_candidates(case)
+    found = mma_candidates(case, LARGEST)
     if not found:  # then all that fits is the other family
-        assert candidates(case) == simt_candidates(case)
+        assert candidates(case, LARGEST) == simt_candidates(case, LARGEST)
         assert case.dtype == "float64" and case.head_dim == 256
         return
     assert len(found) == len(set(found)) == len({tile.name for tile in found})
@@ -65,13 +77,31 @@ def test_candidates_of_mma(case: Case) -> None:
     for tile in found:
         assert isinstance(tile, MmaTile)
         assert tile.fault(parse_dtype(case.dtype)) == ""
-        assert shared_memory(tile, case) <= SHARED_MEMORY
+        assert shared_memory(tile, case) <= LARGEST.shared_memory
         assert tile.depth >= case.head_dim and tile.depth_v >= case.head_dim_v
         assert tile.across == 1 or case.direction == "backward"
-    assert all(mma_sensible(tile, case) for tile in found[1:])
-    peers = tiles.peers(case)
-    assert peers[0].config is None
-    assert [peer.config for peer in peers[1:]] == found
+    assert all(mma_sensible(tile, case, LARGEST) for tile in found[1:])
+    first, *others = tiles.peers(case, LARGEST)
+    assert (first.name, first.config) == (OURS, found[0])
+    assert [peer.config for peer in others] == found
+    assert not any(isinstance(peer, Limited) for peer in (first, *others))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_further_tiles_are_measured_where_they_fit(direction: str) -> None:
+    further = {
+        "forward": tiles.ALSO_FORWARD, "backward": tiles.ALSO_BACKWARD,
+    }[direction]  # fmt: skip
+    for row in further:
+        size = row.max_depth
+        for batch, seqlen in ((4, 4096), (1, 512)):
+            case = square(
+                "tiles", "bfloat16", batch, seqlen, 2048 // size, size, False, direction
+            )
+            tile = row.tile(size, size)
+            assert tile in mma_candidates(case, LARGEST)
+            smaller = dataclasses.replace(case, shared_memory=64)
+            assert tile not in mma_candidates(smaller, LARGEST)
 
 
 def changed(found: Sequence[MmaTile]) -> set[str]:
@@ -81,7 +111,9 @@ def changed(found: Sequence[MmaTile]) -> set[str]:
 
 def test_each_property_is_varied() -> None:
     forward, backward = (
-        mma_candidates(square("x", "bfloat16", 4, 4096, 16, 64, True, direction))
+        mma_candidates(
+            square("x", "bfloat16", 4, 4096, 16, 64, True, direction), LARGEST
+        )
         for direction in ("forward", "backward")
     )
     assert changed(forward) == {"rows", "columns", "warps", "stages", "blocks"}
@@ -96,6 +128,142 @@ def test_each_property_is_varied() -> None:
 def test_what_is_left_out(change: dict[str, int]) -> None:
     """Too much shared memory, a shape that no kernel has, too few registers."""
     case = square("x", "bfloat16", 4, 4096, 16, 128, True, "forward")
-    tile = mma_candidates(case)[0]
-    assert mma_sensible(tile, case)
-    assert not mma_sensible(dataclasses.replace(tile, **change), case)
+    tile = mma_candidates(case, LARGEST)[0]
+    assert mma_sensible(tile, case, LARGEST)
+    assert not mma_sensible(dataclasses.replace(tile, **change), case, LARGEST)
+
+
+# --- With the shared memory of smaller GPUs -------------------------------------------
+
+
+@some
+def test_a_smaller_gpu_gets_its_own_tile_and_candidates(case: Case) -> None:
+    gpu = dataclasses.replace(LARGEST, shared_memory=case.shared_memory * 1024)
+    found = candidates(case, LARGEST)
+    assert found[0] == tile_by_itself(case, gpu)
+    for tile in found:
+        count = tile.blocks if isinstance(tile, MmaTile) else 1
+        needed = shared_memory(tile, case)
+        assert count * (needed + 1024) <= (case.shared_memory + 1) * 1024
+    peers = tiles.peers(case, LARGEST)
+    assert all(isinstance(peer, Limited) for peer in peers)
+    assert [peer.config for peer in peers] == [found[0], *found]
+
+
+def test_less_memory_gives_other_tiles() -> None:
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, False, "forward")
+    first = [
+        candidates(dataclasses.replace(case, shared_memory=kib), LARGEST)[0]
+        for kib in KIB
+    ]
+    assert len(set(first)) == len(KIB)
+    assert first[-1] == candidates(case, LARGEST)[0]
+
+
+def test_the_workload_has_every_shape() -> None:
+    shapes = {(case.batch, case.seqlen, case.kv_seqlen) for case in CASES}
+    assert shapes == set(TILE_SHAPES.values())
+    assert len({identity(case) for case in CASES}) == len(CASES)
+    # Each that isn't large has tiles of its own.
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, False, "forward")
+    for name in TILE_SHAPES:
+        batch, queries, keys = TILE_SHAPES[name]
+        sized = dataclasses.replace(case, batch=batch, seqlen=queries, kv_seqlen=keys)
+        same = candidates(sized, LARGEST)[0] == candidates(case, LARGEST)[0]
+        assert same == (name == "large"), name
+
+
+def test_rows_say_which_memory_they_are_of() -> None:
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, False, "forward")
+    smaller = dataclasses.replace(case, shared_memory=99)
+    rows = [new_row(each, OURS, "skipped") for each in (case, smaller)]
+    assert "shared_memory" not in rows[0] and rows[1]["shared_memory"] == 99
+    assert [case_of(row) for row in rows] == [identity(case), identity(smaller)]
+    assert len({case_of(row) for row in rows}) == 2
+    assert label_of(rows[1]) == smaller.label == f"{case.label} 99 KiB"
+    assert label_of(rows[0]) == case.label
+
+
+def test_only_tiles_depend_on_shared_memory() -> None:
+    with pytest.raises(ValueError, match="decode doesn't depend"):
+        Selection(shared_memory=(99,)).cases("decode")
+
+
+def test_as_many_blocks_share_a_multiprocessor_as_on_the_smaller_gpu() -> None:
+    def count(gpu: Any, needed: int) -> int:
+        return (gpu.shared_memory + 1024) // (needed + 1024)
+
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, False, "forward")
+    for kib in KIB:
+        smaller = limited(dataclasses.replace(case, shared_memory=kib), LARGEST)
+        for needed in range(1024, kib * 1024 + 1, 272):
+            asked = padded(needed, smaller, LARGEST)
+            assert needed <= asked <= LARGEST.shared_memory
+            assert count(LARGEST, asked) == count(smaller, needed)
+
+
+class FakeDevice:
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+def test_launches_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that need so much, and only meanwhile."""
+    allowed = []
+    driver = types.ModuleType("cupy.cuda.driver")
+    driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+    driver.funcSetAttribute = lambda *arguments: allowed.append(arguments)
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.driver = driver
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    device, kernel = FakeDevice(), types.SimpleNamespace(ptr=5)
+    with asking(device, 1000, 3000):
+        device.launch(kernel, 1, 2, 1000, "params", "maps")
+        device.launch(kernel, 1, 2, 0, "params")
+    device.launch(kernel, 1, 2, 1000, "params")
+    assert [launch[3] for launch in device.launched] == [3000, 0, 1000]
+    assert device.launched[0][4:] == ("params", "maps")
+    assert allowed == [(5, 8, 3000)]
+
+
+# --- Compiling before measuring -------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_kernels_of_all_candidates_are_known(direction: str) -> None:
+    """Also that of the forward pass before a backward one."""
+    chosen = [case for case in SMALLER if case.direction == direction][:9]
+    specs = kernels(chosen, LARGEST)
+    assert len(specs) == len(set(specs))
+    for case in chosen:
+        made = {spec.tile for spec in specs if spec.kernel == direction}
+        assert {
+            tile for tile in candidates(case, LARGEST) if tile.family == "mma"
+        } <= made
+        first = tiles.planned(case, LARGEST, None, "forward").plan(LARGEST)
+        needed = {step.spec for step in first.steps if direction == "backward"}
+        assert needed <= set(specs)
+
+
+def test_they_are_compiled_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    case = square("tiles", "bfloat16", 1, 64, 1, 32, False, "forward")
+    monkeypatch.setattr(tiles, "MOST_OF_MMA", 2)
+    gpu = hypothetical("sm_80")
+    assert tiles.precompile([case], gpu) == len(kernels([case], gpu)) == 2
+    assert len(list(tmp_path.glob("cupy_flash/*.cubin"))) == 2
+
+
+def test_what_can_not_be_compiled_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise tiles.compiler.CompileError("no")
+
+    monkeypatch.setattr(tiles.compiler, "cached_image", fail)
+    tiles.keep(None, 90)

@@ -27,7 +27,6 @@ from .test_plan import (
     DEVICES,
     DTYPES,
     FLOAT32,
-    HOPPER,
     ceil_div,
     dtypes,
     grids,
@@ -41,6 +40,9 @@ from .test_plan import (
 )
 
 KIB = 1024
+# Hopper's memory and multiprocessors without the instructions that only it has.
+HOPPER = dataclasses.replace(DEVICES["sm_90"], compute_capability=80)
+GPUS = DEVICES | {"sm_90": HOPPER}
 TABLES = {
     "forward": configs.MMA_FORWARD,
     "backward": configs.MMA_BACKWARD,
@@ -55,6 +57,8 @@ WAYS = {
     "deterministic": {"direction": "backward", "deterministic": True},
 }
 ways = pytest.mark.parametrize("way", WAYS)
+# Enough blocks for every GPU.
+LARGE = {"batch": (8,), "sq": 4096, "sk": 4096, "hq": 8, "hkv": 8}
 
 
 def with_memory(kib: int) -> DeviceInfo:
@@ -72,10 +76,13 @@ def test_the_family_goes_by_gpu_and_dtype(name: str, dtype: np.dtype, way: str) 
     needed = 75 if dtype == np.float16 else 80
     plan = make_plan(make(**WAYS[way], d=64, dtype=dtype), gpu)
     expected = "mma" if gpu.compute_capability >= needed else "simt"
+    if name == "sm_90" and way == "forward" and dtype.itemsize == 2:
+        expected = "wgmma"
     assert plan.family == expected
     (why,) = [reason for reason in plan.reasons if reason.startswith("family ")]
     assert why.startswith(f"family {expected}: ")
     if expected == "simt":
+        (why,) = [x for x in plan.reasons if x.startswith("not family mma: ")]
         assert f"{dtype} from compute capability {needed / 10}" in why
 
 
@@ -120,8 +127,9 @@ def test_what_does_not_fit_is_left_to_simt(
     assert {s.spec.family for s in plan.steps} <= {"simt", "passes"}
     assert len(plan.workspace) == len({entry.name for entry in plan.workspace})
     assert kernels(plan).count("delta") == (way != "forward")
-    (why,) = [reason for reason in plan.reasons if reason.startswith("family ")]
-    assert f"family simt: {kernel}: no tile" in why
+    assert "family simt: it takes everything" in plan.reasons
+    (why,) = [x for x in plan.reasons if x.startswith("not family mma: ")]
+    assert f"not family mma: {kernel}: no tile" in why
     assert "64" in why and "227 KiB" in why
     with pytest.raises(ValueError, match=f"config='mma'.*{kernel}: no tile"):
         make_plan(make(**options, config="mma"), HOPPER)
@@ -371,17 +379,22 @@ def test_no_row_is_dead(kernel: str) -> None:
         apart = kernel in ("backward_dq", "backward_dkdv")
         options = {"direction": "backward", "deterministic": apart}
     options["bias_grad"] = kernel == "backward_dbias"
-    bias, mask = with_bias(1, 70), {"mask": info((100, 70), BOOL)}
     met: set[tuple[int, MmaTile]] = set()
     memories = {gpu.shared_memory: gpu for gpu in DEVICES.values()}
     for dtype in (DTYPES["fp16"], FLOAT32, DTYPES["fp64"]):
-        for d, dv in itertools.product(MMA_DEPTHS, MMA_DEPTHS):
+        # Many short sequences, a few, and long ones.
+        sizes = ((100, 64), (2, 100), (2, 10**5))
+        for d, dv, (b, n) in itertools.product(MMA_DEPTHS, MMA_DEPTHS, sizes):
+            bias, mask = with_bias(1, n), {"mask": info((n, n), BOOL)}
             # Whether pairs are looked through makes a difference of a few bytes.
             for arrays in (bias,) if options["bias_grad"] else ({}, mask):
-                problem = make(**options, d=d, dv=dv, dtype=dtype, arrays=arrays)
+                problem = make(
+                    **options, batch=(b,), sq=n, sk=n, d=d, dv=dv, dtype=dtype,
+                    arrays=arrays,
+                )  # fmt: skip
                 for gpu in memories.values():
                     plan = make_plan(problem, gpu)
-                    if plan.family == "mma":
+                    if plan.family == "mma" and kernel in tiles(plan):
                         met.add((dtype.itemsize, tiles(plan)[kernel]))
 
     def chosen(row: MmaRow) -> bool:
@@ -405,9 +418,161 @@ def test_known_tiles(
     gpu: str, dtype: str, d: int, way: str, kernel: str, name: str
 ) -> None:
     """A few known choices: a change of a table is meant, and shows here."""
-    plan = make_plan(make(**WAYS[way], d=d, dtype=DTYPES[dtype]), DEVICES[gpu])
+    problem = make(**WAYS[way], **LARGE, d=d, dtype=DTYPES[dtype], config="mma")
+    plan = make_plan(problem, DEVICES[gpu])
     assert tiles(plan)[kernel].name == name
     assert f"{kernel}: tile {name}" in plan.reasons
+    assert "rows a block would be" not in str(plan)
+
+
+# --- Small problems -------------------------------------------------------------------
+
+# Among them one for less memory, one with too few warps, one of another dtype.
+STEPS = (
+    MmaRow(2, 64, 256, 64, warps=8), MmaRow(2, 64, 128, 32, warps=4),
+    MmaRow(2, 64, 128, 64, warps=4), MmaRow(2, 128, 64, 64, warps=4),
+    MmaRow(2, 128, 16, 32, warps=1), MmaRow(4, 64, 16, 16, warps=1),
+)  # fmt: skip
+# The table of each pass, and the kernel whose tile is of it.
+PASSES = {
+    ("forward", "MMA_FORWARD"): "forward",
+    ("backward", "MMA_BACKWARD"): "backward",
+    ("deterministic", "MMA_BACKWARD"): "backward_dkdv",
+    ("deterministic", "MMA_BACKWARD_DQ"): "backward_dq",
+}
+passes = pytest.mark.parametrize(
+    ("way", "table", "kernel"), [(*key, kernel) for key, kernel in PASSES.items()]
+)
+
+
+def sized(way: str, kernel: str, rows: int, heads: int, **options: Any) -> Any:
+    """A problem with so many rows and heads in what the blocks of a kernel share."""
+    queries = kernel in ("forward", "backward_dq")
+    sq, sk = (rows, 1000) if queries else (1000, rows)
+    hkv, group = (1, heads) if queries else (heads, 3)
+    return make(
+        **WAYS[way], batch=(1,), sq=sq, sk=sk, hq=hkv * group, hkv=hkv,
+        **{"dtype": DTYPES["bf16"], **options},
+    )  # fmt: skip
+
+
+@passes
+@pytest.mark.parametrize(
+    ("rows", "heads", "multiprocessors", "expected"),
+    [
+        (2048, 4, 32, (256, 64)),  # 32 blocks
+        (2048, 4, 33, (128, 32)),  # 64 blocks, and not those of 64 rows
+        (2048, 4, 65, (64, 64)),  # 128
+        (2048, 4, 500, (64, 64)),  # still not enough, but the most of four warps
+        (2000, 4, 32, (256, 64)),  # the last one is short
+        (257, 9, 18, (256, 64)),
+        (129, 100, 100, (256, 64)),  # less padding would be more blocks
+        (128, 100, 100, (128, 32)),  # half of 256 rows would be padding
+        (65, 100, 100, (128, 32)),
+        (64, 100, 100, (64, 64)),
+        (1, 100, 100, (64, 64)),
+        (1, 1, 100, (64, 64)),
+        (128, 50, 100, (64, 64)),
+    ],
+)
+def test_few_blocks_get_fewer_rows(
+    way: str,
+    table: str,
+    kernel: str,
+    rows: int,
+    heads: int,
+    multiprocessors: int,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(configs, table, STEPS)
+    gpu = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
+    plan = make_plan(sized(way, kernel, rows, heads), gpu)
+    tile = tiles(plan)[kernel]
+    assert (tile.rows, tile.columns) == expected
+    count, of_first = (heads * ceil_div(rows, n) for n in (tile.rows, 256))
+    assert grids(plan)[kernel] == count
+    why = [r for r in plan.reasons if r.startswith(f"{kernel}: 256 rows a block")]
+    if tile.rows == 256:
+        assert why == []
+    elif count == of_first:
+        assert why == [
+            f"{kernel}: 256 rows a block would be more than the sequence has"
+        ]
+    else:
+        assert why == [
+            f"{kernel}: 256 rows a block would be {of_first} blocks for "
+            f"{multiprocessors} multiprocessors, {tile.rows} are {count}"
+        ]
+    sound(plan)
+
+
+@passes
+def test_a_tile_that_is_asked_for_stays(way: str, table: str, kernel: str) -> None:
+    tile = MmaTile(128, 32, 64, 64, 4)
+    plan = make_plan(sized(way, kernel, 1, 1, config=tile), HOPPER)
+    assert tiles(plan)[kernel] == tile
+    assert "rows a block would be" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "d", "kernel", "rows"),
+    [("sm_75", 256, "forward", 32), ("sm_75", 256, "backward", 16),
+     ("sm_86", 256, "backward", 32)],
+)  # fmt: skip
+def test_tiles_for_little_memory_are_no_smaller_for_few_blocks(
+    gpu: str, d: int, kernel: str, rows: int
+) -> None:
+    """Those that are left have too few warps, or are taken already."""
+    for n in (1, 100, 100_000):
+        problem = make(kernel, sq=n, sk=n, d=d, dtype=DTYPES["fp16"])
+        assert tiles(make_plan(problem, DEVICES[gpu]))[kernel].rows == rows
+
+
+def test_the_gradient_of_a_bias_has_parts_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tile is of the same size for any problem."""
+    monkeypatch.setattr(configs, "MMA_BACKWARD_DBIAS", STEPS[1:4])
+    met = set()
+    for n in (1, 100, 4000):
+        problem = make(
+            "backward", sq=n, sk=n, arrays=with_bias(1, n), bias_grad=True,
+            dtype=DTYPES["fp16"],
+        )  # fmt: skip
+        plan = make_plan(problem, HOPPER)
+        met.add(tiles(plan)["backward_dbias"].rows)
+    assert met == {128}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    n=st.integers(1, 5000), heads=st.integers(1, 40), d=st.integers(1, 256),
+    dtype=st.sampled_from(list(DTYPES.values())), gpu=st.sampled_from(list(GPUS)),
+    way=st.sampled_from(list(WAYS)),
+)  # fmt: skip
+def test_more_blocks_only_where_they_are_missing(
+    n: int, heads: int, d: int, dtype: np.dtype, gpu: str, way: str
+) -> None:
+    """A huge problem has more rows a block only if they would be few, or padding."""
+    size = {"batch": (1,), "hq": heads, "hkv": heads, "d": d, "dtype": dtype}
+    plan, huge = (
+        make_plan(make(**WAYS[way], **size, sq=s, sk=s), GPUS[gpu])
+        for s in (n, 2**20)
+    )
+    sound(plan)
+    for kernel, tile in tiles(plan).items():
+        first = tiles(huge).get(kernel)
+        if kernel not in TABLES or first is None or plan.family == "simt":
+            continue
+        assert tile.rows <= first.rows
+        assert (tile.depth, tile.depth_v) == (first.depth, first.depth_v)
+        few = heads * ceil_div(n, first.rows) < GPUS[gpu].multiprocessors
+        if tile != first:
+            assert few or n <= tile.rows
+            assert grids(plan)[kernel] > heads * ceil_div(n, first.rows) or (
+                n <= tile.rows < first.rows
+            )
 
 
 # --- Grids and workspace --------------------------------------------------------------
@@ -717,7 +882,8 @@ def test_explain_names_family_workspace_and_copies() -> None:
     q = zeros(2, 50, 4, 46, dtype=np.float16)
     text = str(explain(q, q, q, direction="backward", device="sm_90"))
     for fact in (
-        "family: mma", "backward_mma_fp16_128x32d64v64_4w2s_2b_ragged",
+        "family: mma", "backward_mma_fp16_32x32d64v64_4w1sa2_1b_ragged",
+        "128 rows a block would be 8 blocks for 132 multiprocessors, 32 are 16",
         "convert_dq_mma",
         "workspace: dq_sums", "k is copied", "dout is copied", "family mma: tensor",
     ):  # fmt: skip

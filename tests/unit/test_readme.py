@@ -309,7 +309,7 @@ def test_commands_are_found() -> None:
         ("python -m cupy_flash --none", "exit code 2"),
         ("python -m bench.none", "no module"),
         ("python -m bench.machine", "no program"),
-        ("python -m bench.simt_floor --none", "no option --none"),
+        ("python -m bench.data_flow --none", "no option --none"),
         ("python -m bench.data_flow --check=1", "exit code 2"),
         ("python -m cupy_flash --version\n```\n```text\n-1", cupy_flash.__version__),
     ],

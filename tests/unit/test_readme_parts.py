@@ -171,6 +171,25 @@ def test_which_gpu_gets_which_kernel() -> None:
     }  # fmt: skip
 
 
+def test_the_long_table_is_folded() -> None:
+    """Between empty lines, or Markdown would show it as text."""
+    text = readme.kernels(readme.gpus_of(compiled(failed=0)))
+    shown, folded = text.split("\n\n<details>\n")
+    assert len(tables(shown)) == len(tables(folded)) == 1
+    assert re.match(r"<summary>[^<]+</summary>\n\n", folded)
+    assert folded.endswith("|\n\n</details>")
+
+
+def test_dtypes_that_get_the_same_share_rows() -> None:
+    """Where they do: on some GPUs float16 gets other tiles than bfloat16."""
+    gpus = [hypothetical(f"sm_{capability}") for capability in CAPABILITIES]
+    _, rows = tables(readme.kernels(gpus))
+    of_hopper = [row[0] for row in rows if covers(row[1], 9.0)]
+    of_turing = [row[0] for row in rows if covers(row[1], 7.5)]
+    assert "float16, bfloat16" in of_hopper and "float16" not in of_hopper
+    assert "float16" in of_turing
+
+
 def test_the_tiles_are_those_of_planning() -> None:
     """Every GPU, dtype and head size is in one row, which says what planning says."""
     gpus = [hypothetical(f"sm_{capability}") for capability in CAPABILITIES]

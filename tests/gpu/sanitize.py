@@ -1,0 +1,314 @@
+"""Runs a small grid of calls under NVIDIA's compute-sanitizer, once with each tool.
+
+    python -m tests.gpu.sanitize
+    python -m tests.gpu.sanitize --tool memcheck,racecheck
+
+Every kernel family forward and backward, in every dtype, with sizes that fill no tile.
+Kernels are compiled before, without the sanitizer, and the tools run side by side. What
+they found goes to bench/results/sanitizer.json if all tools ran to their end. The exit
+code is 1 if one found something, or didn't.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT, describe_machine, source_sha256
+from cupy_flash import configs, flash_attention, flash_attention_backward
+from cupy_flash.compiler import precompile
+from cupy_flash.configs import FAMILIES, MmaRow
+from cupy_flash.dtypes import parse_dtype
+from cupy_flash.spec import KernelSpec
+
+from ..cases import Case, make
+from .running import Config, cp, has_atomics, is_refusal, specs, to_gpu
+
+RESULT = ROOT / "bench" / "results" / "sanitizer.json"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Lines of a tool's report that are kept where it found something.
+KEPT_LINES = 40
+SECONDS = 540
+
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
+_COUNT = re.compile(r"(\d+) (?:error|warning)s?")
+_VERSION = re.compile(r"\bVersion (\S+)")
+_DONE = "calls were made:"
+
+# Neither queries nor keys are multiples of any tile, and heads no whole pieces of 16
+# bytes; all options at once, then those that need least, then a band alone.
+_EVERYTHING = Case(
+    "everything", sq=83, sk=150, d=45, dv=39, causal=True, window=(60, 7), softcap=3.0,
+    alibi="heads", bias="h1k", mask="b11k", q_lengths=(83, 41), k_lengths=(150, 77),
+    dlse=True,
+)  # fmt: skip
+_PLAIN = Case("plain", sq=83, sk=150, hq=6, hkv=2)
+_CAUSAL = Case("causal", sq=150, sk=83, d=128, causal=True)
+GRID = (
+    *(
+        replace(_EVERYTHING, dtype=dtype)
+        for dtype in ("float16", "bfloat16", "float32", "float64")
+    ),
+    *(replace(_PLAIN, dtype=dtype) for dtype in ("bfloat16", "float32", "float64")),
+    *(replace(_CAUSAL, dtype=dtype) for dtype in ("bfloat16", "float32")),
+)
+# Heads for which the tiles of long sequences are forced; calls of the grid get others.
+_LONG = (
+    ("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64),
+    ("float32", 128), ("float64", 64),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a tool found.
+
+    Attributes
+    ----------
+    errors : int, optional
+        Errors and warnings; None if the tool didn't come to its end.
+    calls : int
+    seconds : float
+    report : tuple of str
+        What it said, if that isn't that all is well.
+    """
+
+    errors: int | None
+    calls: int
+    seconds: float
+    report: tuple[str, ...] = ()
+
+
+# --- The calls ------------------------------------------------------------------------
+
+
+def grid() -> Iterator[tuple[Case, Config]]:
+    """Yield each case with what is asked for in forward and backward."""
+    for case in GRID:
+        for family in FAMILIES:
+            yield case, family
+    for dtype, size in _LONG:
+        case = replace(_PLAIN, dtype=dtype, d=size)
+        tables = configs.MMA_FORWARD, configs.MMA_BACKWARD
+        yield case, tuple(first(table, dtype, size) for table in tables)
+
+
+def first(table: Sequence[MmaRow], dtype: str, head_dim: int) -> configs.MmaTile:
+    """Return the tile of the first row for a head."""
+    itemsize = parse_dtype(dtype).itemsize
+    tiles = (row.tile(head_dim, head_dim) for row in table if row.itemsize == itemsize)
+    return next(tile for tile in tiles if tile is not None)
+
+
+def kernels(device: str) -> list[KernelSpec]:
+    """Return the kernels of all calls, but of those that a GPU refuses."""
+    found: dict[KernelSpec, None] = {}
+    for case, config in grid():
+        for one in (replace(case, gradients=False), case):
+            try:
+                found |= dict.fromkeys(specs(one, config, device))
+            except ValueError as error:
+                if not refused(error):
+                    raise
+    return list(found)
+
+
+def refused(error: ValueError) -> bool:
+    """Whether an error says that the GPU can't do what ``config=`` asks for."""
+    return is_refusal(error) or "from compute capability" in str(error)
+
+
+def run_all() -> int:
+    """Make all calls on the present GPU and return how many there were."""
+    # Each array lies alone, so that an access beside it is one outside of any.
+    cp.cuda.set_allocator(None)
+    calls = sum(run(case, config) for case, config in grid())
+    cp.cuda.Device().synchronize()
+    return calls
+
+
+def run(case: Case, config: Config) -> int:
+    """Make the calls of a case, forward and backward, and return how many."""
+    inputs = make(case)
+    arrays = {name: to_gpu(x) for name, x in inputs.arrays.items()}
+    q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
+    dlse = arrays.pop("dlse", None)
+    options = inputs.scalars | arrays
+    of_forward, of_backward = config if isinstance(config, tuple) else (config,) * 2
+    try:
+        out, lse = flash_attention(
+            q, k, v, **options, return_lse=True, config=of_forward
+        )
+    except ValueError as error:
+        if not refused(error):
+            raise
+        return 0
+    calls = 1
+    for deterministic in (True, False) if has_atomics(config) else (True,):
+        try:
+            flash_attention_backward(
+                dout, q, k, v, out, lse, **options, dlse=dlse,
+                bias_grad=case.bias is not None, config=of_backward,
+                deterministic=deterministic,
+            )  # fmt: skip
+        except ValueError as error:
+            if not refused(error):
+                raise
+        else:
+            calls += 1
+    return calls
+
+
+# --- The tools ------------------------------------------------------------------------
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer, None if there is none."""
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+
+
+def version_of(executable: str) -> str | None:
+    """Return a sanitizer's version."""
+    text = subprocess.run(
+        [executable, "--version"], capture_output=True, text=True, check=False
+    ).stdout
+    match = _VERSION.search(text)
+    return match and match[1]
+
+
+def start(executable: str, tool: str, child: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a process under a tool."""
+    # What the CUDA libraries ask the driver for is none of our business.
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = [executable, "--tool", tool, *options, *child]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def read(process: subprocess.Popen[str], began: float, limit: float) -> Found:
+    """Wait for a process under a tool and read what it found."""
+    try:
+        text, _ = process.communicate(timeout=max(0.0, limit - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        stop(process)
+        text, _ = process.communicate()
+        text += "\nit was stopped because of its time"
+    seconds = round(time.monotonic() - began, 1)
+    return understood(text, process.returncode, seconds)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a tool and what runs under it, which would keep its output open."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def understood(text: str, code: int, seconds: float) -> Found:
+    """Return what a tool's output says."""
+    lines = tuple(line for line in text.splitlines() if line.strip())
+    calls = re.search(rf"^{_DONE} (\d+)$", text, re.MULTILINE)
+    summary = _SUMMARY.findall(text)
+    if calls is None or not summary or code < 0:
+        return Found(None, 0, seconds, lines[-KEPT_LINES:])
+    errors = sum(int(count) for line in summary for count in _COUNT.findall(line))
+    return Found(errors, int(calls[1]), seconds, lines[:KEPT_LINES] if errors else ())
+
+
+def record(
+    found: dict[str, Found], version: str | None, count: int, command: str
+) -> dict[str, Any]:
+    """Return the record of a run."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        **describe_machine(),
+        "compute_sanitizer": version,
+        "date": now.isoformat(timespec="seconds"),
+        "command": command,
+        "kernels": count,
+        "source_sha256": source_sha256(),
+        "tools": {
+            tool: {
+                "calls": each.calls, "errors": each.errors, "seconds": each.seconds,
+                **({"report": each.report} if each.report else {}),
+            }
+            for tool, each in found.items()
+        },
+    }  # fmt: skip
+
+
+def tools_of(text: str) -> tuple[str, ...]:
+    """Split at commas into tools."""
+    chosen = tuple(text.split(","))
+    if unknown := [tool for tool in chosen if tool not in TOOLS]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)} unknown; accepted: {', '.join(TOOLS)}"
+        )
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tools and write down what they found."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        "python -m tests.gpu.sanitize",
+        description="Runs a small grid of calls under compute-sanitizer.",
+    )
+    parser.add_argument(
+        "--tool", type=tools_of, default=TOOLS, metavar="TOOL,...",
+        help=f"default: {','.join(TOOLS)}",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="write the record here too")
+    parser.add_argument(
+        "--calls", action="store_true", help="only make the calls, under no tool"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.calls:
+        print(_DONE, run_all())
+        return 0
+    executable = sanitizer()
+    if executable is None:
+        parser.error("compute-sanitizer is neither on the path nor with the toolkit")
+    capability = int(cp.cuda.Device().compute_capability)
+    needed = kernels(f"sm_{capability}")
+    precompile(needed, capability)
+    run_all()  # CuPy's own kernels are compiled as they come
+    child = [sys.executable, "-m", "tests.gpu.sanitize", "--calls"]
+    began = time.monotonic()
+    processes = {tool: start(executable, tool, child) for tool in chosen.tool}
+    found = {
+        tool: read(process, began, began + SECONDS)
+        for tool, process in processes.items()
+    }
+    command = shlex.join(["python", "-m", "tests.gpu.sanitize", *arguments])
+    made = record(found, version_of(executable), len(needed), command)
+    text = json.dumps(made, indent=2)
+    print(text)
+    complete = all(each.errors is not None for each in found.values())
+    paths = [RESULT] if complete and set(found) == set(TOOLS) else []
+    for path in (*paths, *([chosen.out] if chosen.out else [])):
+        path.write_text(text + "\n", encoding="utf-8")
+        print(path)
+    return 0 if all(each.errors == 0 for each in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
