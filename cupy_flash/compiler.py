@@ -116,8 +116,12 @@ def _nvrtc() -> Any:
     return import_cupy().cuda.nvrtc
 
 
-def options(capability: int) -> tuple[tuple[str, ...], str]:
+def options(
+    capability: int, architecture_specific: bool = False
+) -> tuple[tuple[str, ...], str]:
     """Return NVRTC's options for a compute capability, and the suffix of the result.
+
+    `architecture_specific` code runs on that very architecture alone.
 
     Raises
     ------
@@ -132,7 +136,8 @@ def options(capability: int) -> tuple[tuple[str, ...], str]:
             f"({str(error).strip().partition(chr(10))[0]})"
         ) from error
     if capability in known:
-        return (*_OPTIONS, f"-arch=sm_{capability}"), ".cubin"
+        specific = "a" if architecture_specific else ""
+        return (*_OPTIONS, f"-arch=sm_{capability}{specific}"), ".cubin"
     older = [arch for arch in known if arch < capability]
     if older:
         # The driver makes machine code of PTX for a newer GPU when it loads it.
@@ -157,7 +162,7 @@ def compile_image(spec: KernelSpec, capability: int) -> Image:
     CompileError
         With the compiler's first error and the kernel's name.
     """
-    flags, suffix = options(capability)
+    flags, suffix = options(capability, spec.architecture_specific)
     return _compile(source_text(spec), spec.symbol, flags, suffix)
 
 
@@ -194,7 +199,7 @@ def cached_image(spec: KernelSpec, capability: int) -> tuple[Path | None, Image 
     A file's name holds a hash of what went in and one of its content, so that a
     file that was cut off is found out and made anew.
     """
-    flags, suffix = options(capability)
+    flags, suffix = options(capability, spec.architecture_specific)
     source = source_text(spec)
     key = _hash(repr((flags, _nvrtc().getVersion())).encode(), source.encode())
     folder = settings.cache_folder()

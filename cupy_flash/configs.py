@@ -1,23 +1,32 @@
 """Tile tables: which tile a family uses for which head size, and why.
 
 A row is taken if its limits hold and its tile fits the GPU's shared memory; the
-first such row of a table wins, so tables go from the special to the general.
+first such row of a table wins, so tables go from the special to the general. In `mma`
+it has to make enough blocks for the GPU, too: else one with fewer rows is taken.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tiles import PASS_THREADS, MmaTile, SimtTile, Tile, depth_multiple
+from .tiles import (
+    PASS_THREADS,
+    MmaTile,
+    SimtTile,
+    Tile,
+    WgmmaTile,
+    depth_multiple,
+)
 
 __all__ = [
     "FAMILIES", "MMA_BACKWARD", "MMA_BACKWARD_DBIAS", "MMA_BACKWARD_DQ", "MMA_DEPTHS",
     "MMA_FORWARD", "PASS_THREADS", "SIMT_BACKWARD", "SIMT_BACKWARD_DBIAS",
-    "SIMT_FORWARD", "MmaRow", "MmaTile", "SimtRow", "SimtTile", "Tile",
-    "head_dim_buckets", "ragged_head_dims",
+    "SIMT_FORWARD", "WGMMA_DEPTHS", "WGMMA_FORWARD", "MmaRow", "MmaTile", "SimtRow",
+    "SimtTile", "Tile", "WgmmaRow", "WgmmaTile",
+    "head_dim_buckets", "ragged_head_dims", "wgmma_tiles",
 ]  # fmt: skip
 
-FAMILIES = ("simt", "mma")
+FAMILIES = ("simt", "mma", "wgmma")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +113,10 @@ class MmaRow:
         )  # fmt: skip
 
 
-# A row is taken where its blocks fit a multiprocessor together. Those that come first
-# for a head size were the fastest of their neighbours on the H200 at S=4096
-# (bench/LOG.md); the others are for GPUs with less shared memory and aren't tuned.
+# A row fits where its blocks fit a multiprocessor together. Those that come first for a
+# head size were the fastest of their neighbours on the H200 at S=4096 (bench/LOG.md);
+# the others are for GPUs with less shared memory or, with fewer rows, for problems that
+# are too small to give each multiprocessor a block, and aren't tuned.
 MMA_FORWARD = (
     MmaRow(2, 64, 128, 128, warps=4, blocks=2),
     MmaRow(2, 64, 128, 64, warps=4, blocks=2),
@@ -114,6 +124,7 @@ MMA_FORWARD = (
     MmaRow(2, 128, 128, 64, warps=4, stages=2, blocks=2),
     MmaRow(2, 128, 128, 64, warps=4, blocks=2),
     MmaRow(2, 128, 128, 64, warps=4),
+    MmaRow(2, 128, 64, 64, warps=4, stages=2),
     MmaRow(2, 128, 64, 64, warps=4),
     MmaRow(2, 256, 128, 128, warps=8),
     MmaRow(2, 256, 128, 64, warps=8),
@@ -134,8 +145,10 @@ MMA_FORWARD = (
 MMA_BACKWARD = (
     MmaRow(2, 64, 128, 32, warps=4, stages=2, blocks=2),
     MmaRow(2, 64, 128, 32, warps=4),
+    MmaRow(2, 64, 64, 64, warps=4, stages=2),
     MmaRow(2, 128, 128, 64, warps=8, stages=2, across=2),
     MmaRow(2, 128, 128, 64, warps=8, across=2),
+    MmaRow(2, 128, 64, 64, warps=8, stages=2, across=2),
     MmaRow(2, 128, 64, 32, warps=4, stages=2),
     MmaRow(2, 128, 64, 32, warps=4),
     MmaRow(2, 256, 64, 64, warps=8, stages=2, across=4),
@@ -178,6 +191,75 @@ MMA_BACKWARD_DBIAS = (
     MmaRow(8, 128, 32, 32, warps=2),
     MmaRow(8, 128, 16, 32, warps=1),
 )
+
+
+# Channels that a tile of `wgmma` has room for.
+WGMMA_DEPTHS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaRow:
+    """For head sizes of up to `max_depth`, and v's of up to `max_depth_v`.
+
+    `banded` rows are for calls whose queries don't all see the same keys, others for
+    those that do, None for both; `min_keys` is the least number of keys. The other
+    numbers are those of `WgmmaTile`.
+    """
+
+    max_depth: int
+    max_depth_v: int
+    consumers: int
+    columns: int
+    stages: int
+    ping_pong: bool = False
+    banded: bool | None = None
+    min_keys: int = 0
+
+    def tile(
+        self, head_dim: int, head_dim_v: int, keys: int, banded: bool
+    ) -> WgmmaTile | None:
+        """Return the tile for a head, None if the row isn't for the call."""
+        if head_dim > self.max_depth or head_dim_v > self.max_depth_v:
+            return None
+        if keys < self.min_keys or self.banded not in (None, banded):
+            return None
+        depth, depth_v = (
+            next(depth for depth in WGMMA_DEPTHS if depth >= size)
+            for size in (head_dim, head_dim_v)
+        )
+        return WgmmaTile(
+            self.consumers, self.columns, depth, depth_v, self.stages, self.ping_pong
+        )
+
+
+# The first rows for a head size were the fastest of their neighbours on the H200
+# (bench/LOG.md); those that follow, with fewer rows a tile, are for problems with less
+# than a tile for each multiprocessor.
+WGMMA_FORWARD = (
+    WgmmaRow(64, 64, consumers=3, columns=64, stages=4),
+    WgmmaRow(64, 64, consumers=1, columns=128, stages=4),
+    WgmmaRow(128, 128, consumers=3, columns=64, stages=3, banded=True, min_keys=2048),
+    WgmmaRow(128, 128, consumers=2, columns=128, stages=2),
+    WgmmaRow(128, 128, consumers=1, columns=128, stages=2),
+    WgmmaRow(192, 128, consumers=2, columns=96, stages=2),
+    WgmmaRow(192, 192, consumers=2, columns=64, stages=2),
+    WgmmaRow(192, 192, consumers=1, columns=64, stages=2),
+    WgmmaRow(256, 256, 2, 64, 2, ping_pong=True, banded=False, min_keys=1024),
+    WgmmaRow(256, 256, 2, 64, 2, ping_pong=True, banded=True, min_keys=2048),
+    WgmmaRow(256, 256, consumers=2, columns=48, stages=2),
+    WgmmaRow(256, 256, consumers=1, columns=64, stages=2),
+)
+
+
+def wgmma_tiles(head_dim: int, head_dim_v: int) -> list[WgmmaTile]:
+    """Return the tiles of `wgmma` that calls with a head may get."""
+    many_keys = max(row.min_keys for row in WGMMA_FORWARD)
+    tiles = (
+        row.tile(head_dim, head_dim_v, many_keys, banded)
+        for row in WGMMA_FORWARD
+        for banded in (False, True)
+    )
+    return [tile for tile in dict.fromkeys(tiles) if tile is not None]
 
 
 def ragged_head_dims() -> tuple[int, ...]:

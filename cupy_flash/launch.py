@@ -42,6 +42,22 @@ class _Prepared:
     spans: Mapping[str, tuple[int, int]]
     launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
     apart: set[tuple[Any, ...]] = field(default_factory=set)
+    maps: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+
+    def tensor_maps(self, device: Device, addresses: Mapping[str, int]) -> np.ndarray:
+        """Return the tensor maps of arrays at their addresses, as one argument."""
+        key = tuple([addresses[spec.name] for spec in self.plan.maps])
+        maps = self.maps.get(key)
+        if maps is None:
+            encoded = [
+                device.tensor_map(addresses[m.name], m.dtype, m.shape, m.strides, m.box)
+                for m in self.plan.maps
+            ]
+            maps = np.frombuffer(b"".join(encoded), f"V{sum(map(len, encoded))}")
+            if len(self.maps) >= _REMEMBERED:
+                self.maps.clear()
+            self.maps[key] = maps
+        return maps
 
     def load(self, device: Device) -> None:
         """Get the kernels ready, which compiles those that were never used before."""
@@ -73,7 +89,7 @@ def _prepare(
         for name in problem.outputs
     )
     spans = {name: _span(info) for name, info in infos if 0 not in info.shape}
-    template = make_template(problem, plan.dbias_splits)
+    template = make_template(problem, plan.dbias_splits, plan.section)
     return _Prepared(problem, plan, template, outputs, dict(infos), spans)
 
 
@@ -128,9 +144,11 @@ def _launch(
             device.clear(workspace[-1])
     for name in plan.cleared:
         device.clear(results[prepared.problem.outputs.index(name)])
-    params = prepared.template.fill(addresses)
+    arguments = (prepared.template.fill(addresses),)
+    if plan.maps:
+        arguments += (prepared.tensor_maps(device, addresses),)
     for launch in prepared.launches:
-        device.launch(*launch, params)
+        device.launch(*launch, *arguments)
     return tuple(results)
 
 

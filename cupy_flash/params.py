@@ -13,7 +13,7 @@ from .problem import Operand, Problem
 POINTERS = (
     "q", "k", "v", "out", "lse", "alibi_slopes", "bias", "mask", "q_lengths",
     "k_lengths", "dout", "dlse", "dq", "dk", "dv", "dbias", "delta", "dbias_partial",
-    "dq_sums",
+    "dq_sums", "claims",
 )  # fmt: skip
 
 # Operand and the number of its axes after the batch axes, in the order of the struct.
@@ -26,6 +26,7 @@ _STRIDES = (
 _SCALARS = (
     "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "left",
     "right", "top_left", "q_lengths_bytes", "k_lengths_bytes", "dbias_splits",
+    "section",
 )  # fmt: skip
 
 # Arrays that a kernel may load in pieces of 16 bytes.
@@ -101,7 +102,7 @@ class Template:
 _PACK_POINTERS = struct.Struct(f"<{len(POINTERS)}Q").pack
 
 
-def make_template(problem: Problem, dbias_splits: int) -> Template:
+def make_template(problem: Problem, dbias_splits: int, section: int) -> Template:
     """Fill in everything that a problem determines."""
     batch = merge_batch_axes(problem)
     dtype = params_dtype(len(batch.shape))
@@ -124,6 +125,7 @@ def make_template(problem: Problem, dbias_splits: int) -> Template:
         operand = problem.operand(name)
         params[f"{name}_bytes"] = operand.dtype.itemsize if operand else 0
     params["dbias_splits"] = dbias_splits
+    params["section"] = section
     params["scale"] = problem.scale
     params["softcap"] = problem.softcap
     opaque = np.dtype(f"V{dtype.itemsize}")

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import plan_mma
+from . import plan_mma, plan_wgmma
 from .device import DeviceInfo
 from .dtypes import accumulator
-from .plan_base import Builder, DoesNotFit, Step, Workspace
+from .plan_base import Builder, DoesNotFit, MapSpec, Step, Workspace
 from .plan_mma import MmaBuilder
 from .plan_simt import SimtBuilder
+from .plan_wgmma import WgmmaBuilder
 from .problem import Problem
-from .tiles import MmaTile, SimtTile
+from .tiles import MmaTile, SimtTile, WgmmaTile
 from .variant import Variant
 
 
@@ -29,7 +30,7 @@ class Plan:
     problem : Problem
     device : DeviceInfo
     family : str
-        The kernel family: "simt" or "mma".
+        The kernel family: "simt", "mma" or "wgmma".
     steps : tuple of Step
         The kernels in the order of their launch; none if the result is empty.
     workspace : tuple of Workspace
@@ -37,8 +38,12 @@ class Plan:
         Arrays that are copied once because no kernel can load them as they are.
     cleared : tuple of str
         Outputs that are filled with zeros.
+    maps : tuple of MapSpec
+        The tensor maps that the kernels of `wgmma` copy by.
     dbias_splits : int
         Parts in which each tile of the bias gradient is summed.
+    section : int
+        Heads that `wgmma` computes side by side, so that they share the L2 cache.
     reasons : tuple of str
     """
 
@@ -49,12 +54,14 @@ class Plan:
     workspace: tuple[Workspace, ...]
     copies: tuple[str, ...]
     cleared: tuple[str, ...]
+    maps: tuple[MapSpec, ...]
     dbias_splits: int
+    section: int
     reasons: tuple[str, ...]
 
     def row_multiple(self, name: str) -> int:
         """Return the elements to whose multiple the rows of a copy are padded."""
-        if self.family == "mma" and name in plan_mma.LOADED_WIDE:
+        if self.family != "simt" and name in plan_mma.LOADED_WIDE:
             return plan_mma.row_multiple(self.problem)
         return 1
 
@@ -96,8 +103,8 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     reasons: list[str] = []
     copies = _misaligned(problem, reasons)
     builder = _build(problem, device, reasons)
-    if builder.family == "mma":
-        copies += _not_wide(problem, copies, reasons)
+    if builder.family != "simt":
+        copies += _not_wide(problem, builder.family, copies, reasons)
     return Plan(
         problem=problem,
         device=device,
@@ -106,46 +113,54 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         workspace=tuple(builder.workspace),
         copies=copies,
         cleared=tuple(builder.cleared),
+        maps=builder.maps,
         dbias_splits=builder.dbias_splits,
+        section=builder.section,
         reasons=(*reasons, *builder.reasons),
     )
+
+
+# From the fastest to the one that takes everything: its planner, what it can't serve,
+# and why it is taken.
+_FAMILIES = (
+    (WgmmaBuilder, plan_wgmma.refusal, "Hopper's tensor cores take this call"),
+    (MmaBuilder, plan_mma.refusal, "tensor cores multiply this dtype and head size"),
+    (SimtBuilder, lambda problem, device: "", "it takes everything"),
+)
 
 
 def _build(problem: Problem, device: DeviceInfo, reasons: list[str]) -> Builder:
     """Plan with the fastest family that can serve the call, or the one asked for."""
     config = problem.config
-    tile = config if isinstance(config, (SimtTile, MmaTile)) else None
-    family = config if tile is None else tile.family
+    tile = config if isinstance(config, (SimtTile, MmaTile, WgmmaTile)) else None
+    asked = config if tile is None else tile.family
     if tile is not None:
         reasons.append(f"config= asks for tile {tile.name}")
-    if family != "simt":
-        refusal = plan_mma.refusal(problem, device)
+    refusals = []
+    for planner, refuses, reason in _FAMILIES:
+        family = planner.family
+        if asked not in (None, family):
+            continue
+        refusal = refuses(problem, device)
         if not refusal:
-            variant = _variant(problem, "mma")
-            mma = MmaBuilder(problem, device, variant, tile)
+            variant = _variant(problem, family)
+            builder = planner(problem, device, variant, tile)
             try:
-                mma.build()
+                builder.build()
             except DoesNotFit as error:
                 refusal = str(error)
         if not refusal:
+            reasons += refusals
             reasons.append(
-                "family mma: config= asks for it"
-                if family == "mma"
-                else "family mma: tensor cores multiply this dtype and head size"
+                f"family {family}: {'config= asks for it' if asked else reason}"
             )
             reasons += _about_variant(problem, variant)
-            return mma
-        if family == "mma":
-            asked = "" if tile is not None else "config='mma' can't be had: "
-            raise ValueError(f"{asked}{refusal}")
-        reasons.append(f"family simt: {refusal}")
-    else:
-        reasons.append("family simt: config= asks for it")
-    variant = _variant(problem, "simt")
-    reasons += _about_variant(problem, variant)
-    simt = SimtBuilder(problem, device, variant, tile)
-    simt.build()
-    return simt
+            return builder
+        if asked:
+            prefix = "" if tile is not None else f"config={family!r} can't be had: "
+            raise ValueError(f"{prefix}{refusal}")
+        refusals.append(f"not family {family}: {refusal}")
+    raise AssertionError("the last family takes everything")
 
 
 def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
@@ -169,18 +184,20 @@ def _misaligned(problem: Problem, reasons: list[str]) -> tuple[str, ...]:
 
 
 def _not_wide(
-    problem: Problem, copies: tuple[str, ...], reasons: list[str]
+    problem: Problem, family: str, copies: tuple[str, ...], reasons: list[str]
 ) -> tuple[str, ...]:
-    """Name the further inputs that `mma` can't load as they lie."""
-    names = tuple(
-        name
-        for name in plan_mma.LOADED_WIDE
-        if name not in copies and plan_mma.needs_copy(problem, name)
-    )
+    """Name the further inputs that tensor cores' families can't load as they lie."""
+    if family == "wgmma":
+        found = plan_wgmma.copied(problem)
+        needs = "strides of sequence, heads and batch be positive multiples of 16 bytes"
+    else:
+        found = plan_mma.copied(problem)
+        needs = "its rows start at multiples of 16 bytes"
+    names = tuple(name for name in found if name not in copies)
     for name in names:
         reasons.append(
-            f"{name} is copied: mma loads 16 bytes at a time, so its channels must lie "
-            "side by side and its rows start at multiples of 16 bytes"
+            f"{name} is copied: {family} loads 16 bytes at a time, so its channels "
+            f"must lie side by side and {needs}"
         )
     return names
 

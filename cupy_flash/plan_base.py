@@ -57,6 +57,21 @@ class Workspace:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class MapSpec:
+    """A tensor map to be made: an array of which boxes are copied.
+
+    `shape` and `box` are in elements, the innermost axis first; `strides` are in
+    bytes, without that of the innermost axis.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
 def blocks(count: int, size: int) -> int:
     """Return how many blocks of a size hold that many rows."""
     return -(-count // size)
@@ -84,7 +99,9 @@ class Builder(ABC):
         self.steps: list[Step] = []
         self.workspace: list[Workspace] = []
         self.cleared: list[str] = []
+        self.maps: tuple[MapSpec, ...] = ()
         self.dbias_splits = 1
+        self.section = 1
 
     def build(self) -> None:
         """Plan the call.
@@ -175,7 +192,12 @@ class Builder(ABC):
         self.steps.append(Step(spec, min(grid, MAX_GRID)))
 
     def add_workspace(
-        self, name: str, shape: tuple[int, ...], *, zero: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: np.dtype | None = None,
+        zero: bool = False,
     ) -> None:
-        """Add an array of the accumulator's dtype."""
-        self.workspace.append(Workspace(name, shape, self.sums, zero))
+        """Add an array, of the accumulator's dtype unless another one is given."""
+        self.workspace.append(Workspace(name, shape, dtype or self.sums, zero))

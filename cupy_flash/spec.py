@@ -38,10 +38,16 @@ _KERNELS = {
         "mma/backward_dbias.cuh",
         "mma::BackwardDbiasStorage<Traits>",
     ),
+    ("wgmma", "forward"): ("wgmma/forward.cuh", "wgmma::ForwardStorage<Traits>"),
     ("passes", "delta"): ("passes/delta.cuh", None),
     ("mma", "convert_dq"): ("mma/convert_dq.cuh", "mma::ConvertDqStorage<Traits>"),
     ("passes", "reduce_dbias"): ("passes/reduce_dbias.cuh", None),
 }
+
+# Families whose kernels have a second argument: its type.
+_MAPS = {"wgmma": "wgmma::ForwardMaps"}
+# Families for one architecture, whose code runs on no other.
+_ARCHITECTURE_SPECIFIC = ("wgmma",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,11 @@ class KernelSpec:
             return 0
         return self.tile.shared_memory(self.kernel, self.dtype, self.variant)
 
+    @property
+    def architecture_specific(self) -> bool:
+        """Whether the kernel has instructions of one architecture alone."""
+        return self.family in _ARCHITECTURE_SPECIFIC
+
     def tail(self) -> str:
         """Return the end of the translation unit: traits and wrapper."""
         v = self.variant
@@ -117,10 +128,16 @@ class KernelSpec:
             lines.append(
                 f'static_assert(sizeof({storage}) == {self.shared_memory}, "spec.py");'
             )
+        parameters = [f"const CUPY_FLASH_GRID_CONSTANT {params} params"]
+        arguments = ["params"]
+        if self.family in _MAPS:
+            maps = _MAPS[self.family]
+            parameters.append(f"const CUPY_FLASH_GRID_CONSTANT {maps} maps")
+            arguments.append("maps")
         lines += [
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {blocks})',
-            f"{self.symbol}(const CUPY_FLASH_GRID_CONSTANT {params} params) {{",
-            f"  {self.family}::{self.kernel}<Traits>(params);",
+            f"{self.symbol}({', '.join(parameters)}) {{",
+            f"  {self.family}::{self.kernel}<Traits>({', '.join(arguments)});",
             "}",
         ]
         body = "\n".join(lines)

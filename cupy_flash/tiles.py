@@ -16,6 +16,12 @@ PASS_THREADS = 128
 _BARRIERS = 15
 _ROW_PADDING = 16  # bytes between the rows of a shared-memory tile
 
+_WARPGROUP = 128  # threads
+_GROUP_ROWS = 64  # of one product of a warpgroup
+_HOPPER_SHARED_MEMORY = 227 * 1024  # that a block can have
+_PANEL_COLUMNS = 64  # of 16 bits: 128 bytes, which are swizzled together
+_PANEL_ALIGNMENT = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SimtTile:
@@ -207,7 +213,111 @@ class MmaTile:
         return ""
 
 
-Tile = SimtTile | MmaTile
+@dataclass(frozen=True, slots=True)
+class WgmmaTile:
+    """A tile of the family `wgmma`.
+
+    Attributes
+    ----------
+    consumers : int
+        Warpgroups that compute, each 64 queries; one more loads.
+    columns : int
+        Keys that are taken at a time.
+    depth, depth_v : int
+        Channels of q and k, and of v, that the tile has room for; those that a head
+        doesn't have are zeros.
+    stages : int
+        Tiles of keys, and of values, that are in flight at once.
+    ping_pong : bool
+        Consumers start their products in turn.
+    """
+
+    consumers: int
+    columns: int
+    depth: int
+    depth_v: int
+    stages: int = 2
+    ping_pong: bool = False
+
+    # One block has a multiprocessor.
+    blocks = 1
+
+    @property
+    def family(self) -> str:
+        """The kernel family that the tile is for."""
+        return "wgmma"
+
+    @property
+    def rows(self) -> int:
+        """Queries that a block owns at a time."""
+        return _GROUP_ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _WARPGROUP * (self.consumers + 1)
+
+    @property
+    def name(self) -> str:
+        """The tile in a kernel's name: s is for stages, p for ping-pong."""
+        turns = "p" if self.ping_pong else ""
+        return (
+            f"{self.rows}x{self.columns}d{self.depth}v{self.depth_v}"
+            f"_{self.stages}s{turns}"
+        )
+
+    def constants(self, dtype: np.dtype, variant: Variant) -> dict[str, bool | int]:
+        """Return what a kernel's traits hold of the tile."""
+        return {
+            "Consumers": self.consumers,
+            "Rows": self.rows,
+            "Columns": self.columns,
+            "Depth": self.depth,
+            "DepthV": self.depth_v,
+            "Stages": self.stages,
+            "QueryStages": self._layout()[0],
+            "OutputApart": self._layout()[1],
+            "PingPong": self.ping_pong,
+        }
+
+    def shared_memory(self, kernel: str, dtype: np.dtype, variant: Variant) -> int:
+        """Return the bytes of shared memory of a kernel; the compiler checks them."""
+        return self._bytes(*self._layout())
+
+    def _layout(self) -> tuple[int, bool]:
+        """Return how many tiles' queries there is room for, and if also for output."""
+        layouts = ((2, True), (2, False))
+        return next(
+            (each for each in layouts if self._bytes(*each) <= _HOPPER_SHARED_MEMORY),
+            (1, False),
+        )
+
+    def _bytes(self, query_stages: int, output_apart: bool) -> int:
+        q, out = (_panel_bytes(self.rows, d) for d in (self.depth, self.depth_v))
+        keys, values = (
+            _panel_bytes(self.columns, d) for d in (self.depth, self.depth_v)
+        )
+        ends = query_stages * q + out if output_apart else query_stages * max(q, out)
+        return (
+            ends
+            + self.stages * (keys + values)
+            + _PANEL_ALIGNMENT  # barriers, and what is to be done next
+        )
+
+    def fault(self, dtype: np.dtype) -> str:
+        """Return why no kernel can have the tile; empty if one can."""
+        if not 1 <= self.consumers <= 4:
+            return "consumers must be 1 to 4"
+        if not 1 <= self.stages <= 8:
+            return "stages must be 1 to 8"
+        if self.columns % 16 or not 16 <= self.columns <= 256:
+            return "columns must be a multiple of 16 up to 256"
+        if any(d % 16 or not 16 <= d <= 256 for d in (self.depth, self.depth_v)):
+            return "depth and depth_v must be multiples of 16 up to 256"
+        return ""
+
+
+Tile = SimtTile | MmaTile | WgmmaTile
 
 
 def depth_multiple(itemsize: int, across: int) -> int:
@@ -217,6 +327,11 @@ def depth_multiple(itemsize: int, across: int) -> int:
     """
     channels_read = 32 if itemsize == 4 else 16
     return math.lcm(32, channels_read * across)
+
+
+def _panel_bytes(rows: int, columns: int) -> int:
+    """Return the size of a tile of 16-bit elements, 64 columns after the other."""
+    return rows * 2 * _round_up(columns, _PANEL_COLUMNS)
 
 
 def _tile_bytes(rows: int, columns: int, itemsize: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .configs import FAMILIES, MmaTile, SimtTile
+from .configs import FAMILIES, MmaTile, SimtTile, WgmmaTile
 from .device import Device, owner
 from .dtypes import ELEMENT_TYPES, FLOAT_NAMES, accumulator
 from .problem import ArrayInfo, Operand, Options, Problem
@@ -468,7 +468,7 @@ def _expect_shape(
 
 def _check_config(config: object) -> None:
     known = isinstance(config, str) and config in FAMILIES
-    known = known or isinstance(config, (MmaTile, SimtTile))
+    known = known or isinstance(config, (MmaTile, SimtTile, WgmmaTile))
     if config is not None and not known:
         raise ValueError(
             f"config is {config!r}; accepted: None, one of the families {FAMILIES}, or "

@@ -41,6 +41,9 @@ CUPY_FLASH_DEVICE bool all_visible(const Mask<Traits>& mask, int query0, int row
 template <class Traits>
 CUPY_FLASH_DEVICE Range clear_keys(const Mask<Traits>& mask, int query0, int rows) {
   if constexpr (Traits::kMask) return {0, 0};
+  if constexpr (Logits<Traits>::kDeferScale) {
+    if (query0 >= mask.band.seqlen.q) return {0, 0x7fffffff};
+  }
   const Range last = mask.band.keys_of(query0 + rows - 1, query0 + rows);
   const Range first = mask.band.keys_of(query0, query0 + 1);
   Range clear = {0, first.end};
@@ -66,14 +69,21 @@ CUPY_FLASH_DEVICE void hide_rows(Acc (&s)[kM][kN][4], const Mask<Traits>& mask, 
     for (int half = 0; half < 2; ++half) {
       const int query = query0 + 16 * i + 8 * half + lane.g;
       const Range keys = mask.band.keys_of(query, query + 1);
+      // Relative to this lane's first key, so that each is compared with a constant.
+      const int lane_key0 = key0 + 2 * lane.t;
+      const int begin = keys.begin - lane_key0;
+      const int end = keys.end - lane_key0;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int key = key0 + 8 * j + 2 * lane.t + c;
-          if (!(contains(keys, key) && mask.keeps(query, key))) {
-            s[i][j][2 * half + c] = -Constants<Acc>::infinity();
+          const int column = 8 * j + c;
+          bool seen = column < end;
+          if constexpr (Traits::kBandLeft) seen = seen && column >= begin;
+          if constexpr (Traits::kMask) {
+            seen = seen && column >= begin && mask.keeps(query, lane_key0 + column);
           }
+          if (!seen) s[i][j][2 * half + c] = -Constants<Acc>::infinity();
         }
       }
     }

@@ -19,15 +19,21 @@ CUPY_FLASH_DEVICE Acc row_sum(Acc value) {
   return value + __shfl_xor_sync(kAllLanes, value, 2);
 }
 
+// Whether a logit is finite and its exponent so large that rounding shows in the exponential, or
+// beyond all numbers.
+template <class Acc>
+CUPY_FLASH_DEVICE bool is_huge(Acc logit, Acc to_exponent) {
+  // Exponents beyond this have no digits left behind the point.
+  constexpr Acc kHuge = sizeof(Acc) == 4 ? Acc(1 << 22) : Acc(1ll << 50);
+  return abs_of(logit) * to_exponent > kHuge && abs_of(logit) < Constants<Acc>::infinity();
+}
+
 template <class Element, int kM>
 struct OnlineSoftmax {
   using Acc = Accumulator<Element>;
   // Exponentials of 16-bit types may grow to 2^8 before the reference is moved and all that was
   // summed is rescaled: float sums hold that easily, and so does fp16.
   static constexpr int kSlack = sizeof(Element) == 2 ? 8 : 0;
-
-  // Exponents beyond this have no digits left behind the point.
-  static constexpr Acc kHuge = sizeof(Acc) == 4 ? Acc(1 << 22) : Acc(1ll << 50);
 
   Acc reference[kM][2];  // the logit that exponentials are relative to: about the maximum so far
   Acc sum[kM][2];        // of this lane's exponentials; the row's sum is taken once, at the end
@@ -97,12 +103,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Whether a logit is finite and its exponent so large that rounding shows in the exponential, or
-  // beyond all numbers.
-  CUPY_FLASH_DEVICE static bool is_huge(Acc logit, Acc to_exponent) {
-    return abs_of(logit) * to_exponent > kHuge && abs_of(logit) < Constants<Acc>::infinity();
-  }
-
   template <int kO>
   CUPY_FLASH_DEVICE void move_references(const Acc (&largest)[kM][2], Acc (&o)[kM][kO][4],
                                          Acc to_exponent) {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .running import cp, specs_of_parameters
+from .running import cp, skipping_refusals, specs_of_parameters
 
 # JAX takes most of the GPU's memory when it starts, unless it is told not to.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -66,6 +66,13 @@ def precompile_for(request: pytest.FixtureRequest) -> None:
             "kernels": len(found),
             "precompile_s": round(time.monotonic() - start, 1),
         }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Skip what a family can't do, with the reason that the library gives."""
+    with skipping_refusals():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,8 +39,12 @@ try:
 except ImportError:  # then every test here is skipped
     cp = None
 
-# A family or a tile, for both directions or for each.
-Config = str | Tile | tuple[str | Tile, str | Tile]
+# A family or a tile, or None for what the library takes by itself.
+One = str | Tile | None
+# That, for both directions or for each.
+Config = One | tuple[One, One]
+# Families that have no backward pass: it is left to the library.
+FORWARD_ONLY = ("wgmma",)
 # What an error says of a family or a tile that the call can't have on this GPU.
 _REFUSALS = ("can't be had", "doesn't fit")
 
@@ -116,6 +121,28 @@ def poison(*sizes: int) -> None:
         block.data.memset(0xFF, block.nbytes)
 
 
+_FILL_SHARED_MEMORY = """
+extern "C" __global__ void fill(int count) {
+  extern __shared__ volatile unsigned words[];
+  for (int i = threadIdx.x; i < count; i += blockDim.x) words[i] = 0xFFFFFFFFu;
+  __syncthreads();
+}
+"""
+
+
+def poison_shared_memory() -> None:
+    """Fill the shared memory of all multiprocessors with NaN.
+
+    A kernel that comes next finds there what it doesn't write itself.
+    """
+    device = cp.cuda.Device()
+    size = device.attributes["MaxSharedMemoryPerBlockOptin"]
+    kernel = cp.RawKernel(_FILL_SHARED_MEMORY, "fill")
+    kernel.max_dynamic_shared_size_bytes = size
+    blocks = 4 * device.attributes["MultiProcessorCount"]
+    kernel((blocks,), (256,), (np.int32(size // 4),), shared_mem=size)
+
+
 def output_copies(inputs: Inputs, memory: str) -> dict[str, Copy]:
     """Return arrays for all results that can be given, full of NaN."""
     like = {"out": inputs.dout, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
@@ -131,7 +158,9 @@ def run(
     deterministic: bool = True,
     **extra: Any,
 ) -> dict[str, Array]:
-    """Run forward and backward on the GPU, or skip what the family can't do there.
+    """Run forward and backward on the GPU.
+
+    Only `mirror`, `poison` and `fetch` know CuPy; tests/sim puts others in their place.
 
     Checks what holds of every call: kinds, shapes and dtypes of the results, that
     arrays which were given are returned, and that no input was written. What the
@@ -147,20 +176,33 @@ def run(
     -------
     dict with out, lse and, with gradients, dq, dk, dv and (if there is a bias) dbias
     """
-    with skipping_refusals():
-        return _run(
-            inputs, _both(config), gradients, given or {},
-            {"deterministic": deterministic, **extra},
-        )  # fmt: skip
+    return _run(
+        inputs, both(config), gradients, given or {},
+        {"deterministic": deterministic, **extra},
+    )  # fmt: skip
 
 
-def _both(config: Config) -> tuple[str | Tile, str | Tile]:
-    return config if isinstance(config, tuple) else (config, config)
+def both(config: Config) -> tuple[One, One]:
+    """Return what is asked for in forward and in backward."""
+    if isinstance(config, tuple):
+        return config
+    family = getattr(config, "family", config)
+    return config, None if family in FORWARD_ONLY else config
+
+
+def run_backward(*arrays: Any, config: Config, **options: Any) -> tuple[Any, ...]:
+    """Call `flash_attention_backward` with what `both` says is asked for there."""
+    return cupy_flash.flash_attention_backward(
+        *arrays, config=both(config)[1], **options
+    )
 
 
 @contextlib.contextmanager
 def skipping_refusals() -> Iterator[None]:
-    """Skip the test if a family or a tile can't serve the call on this GPU."""
+    """Skip the test if a family or a tile can't serve the call on this GPU.
+
+    Every test here runs in it.
+    """
     try:
         yield
     except ValueError as error:
@@ -176,7 +218,7 @@ def is_refusal(error: ValueError) -> bool:
 
 def _run(
     inputs: Inputs,
-    configs: tuple[str | Tile, str | Tile],
+    configs: tuple[One, One],
     gradients: bool,
     given: Mapping[str, Any],
     extra: Mapping[str, Any],
@@ -210,7 +252,7 @@ def _run(
     assert out.dtype == inputs.q.dtype
     assert lse.dtype == lse_dtype(inputs.q.dtype)
     for name, x in results.items():
-        assert isinstance(x, cp.ndarray), name
+        assert isinstance(x, type(q)), name
         assert name not in given or x is given[name], name
     for name, copy in copies.items():
         assert copy.unchanged(inputs.arrays[name]), f"{name} was written"
@@ -220,7 +262,7 @@ def _run(
 def check(
     inputs: Inputs,
     config: Config,
-    truths: Mapping[str, Truth] | None = None,
+    truths: Callable[[], Mapping[str, Truth]] | None = None,
     *,
     gradients: bool = True,
     huge: bool = False,
@@ -233,34 +275,39 @@ def check(
 
     Parameters
     ----------
+    truths : what gives the reference's results, if they are known. It is called last,
+        so that a call which is refused costs no time
     huge : the logits are so large that one ulp of lse is far from 0. Weights made from
         lse are then off by exp(ulp), so that of the gradients only NaN is checked.
     """
-    if huge:
-        truths = expect(inputs, gradients=False, terms=False)
-    elif truths is None:
-        truths = expect(inputs, gradients=gradients)
     ways = [keywords]
     if gradients and "deterministic" not in keywords and has_atomics(config):
         ways.insert(0, keywords | {"deterministic": False})
-    for way in ways:
-        results = run(inputs, config, gradients=gradients, **way)
+    found = [run(inputs, config, gradients=gradients, **way) for way in ways]
+    if huge:
+        wanted = expect(inputs, gradients=False, terms=False)
+    else:
+        wanted = truths() if truths else expect(inputs, gradients=gradients)
+    for results in found:
         if huge:
             for name, x in results.items():
                 assert not np.isnan(x.astype(np.float64)).any(), name
-        compare({name: results[name] for name in truths}, truths)
-    return results
+        compare({name: results[name] for name in wanted}, wanted)
+    return found[-1]
 
 
 def has_atomics(config: Config) -> bool:
-    """Whether gradients come otherwise if they needn't be the same bits each time."""
-    _, backward = _both(config)
-    return (backward if isinstance(backward, str) else backward.family) != "simt"
+    """Whether gradients come otherwise if they needn't be the same bits each time.
+
+    Not where the library chooses: that family has tests of its own.
+    """
+    _, backward = both(config)
+    return getattr(backward, "family", backward) not in (None, "simt")
 
 
 def check_case(case: Case, config: Config, **keywords: Any) -> dict[str, Array]:
     """`check` of a case."""
-    truths = expect_case(case)
+    truths = functools.partial(expect_case, case)
     return check(make(case), config, truths, gradients=case.gradients, **keywords)
 
 
@@ -278,7 +325,7 @@ def specs(case: Case, config: Config, device: str) -> Iterator[KernelSpec]:
     del arrays["dout"]
     options = {**inputs.scalars, **arrays, "device": device}
     dlse = options.pop("dlse", None)
-    forward_config, backward_config = _both(config)
+    forward_config, backward_config = both(config)
     plans = [
         cupy_flash.explain(q, k, v, **options, return_lse=True, config=forward_config)
     ]
@@ -302,10 +349,10 @@ def specs_of_parameters(
     """Return the kernels of parametrized tests, each once.
 
     A test's case is its parameter ``case``; what it is run with is ``config`` or
-    ``family``.
+    ``family``, or what the library takes by itself.
     """
     pairs = {
-        (p["case"], p.get("config") or p["family"]): None
+        (p["case"], p.get("config", p.get("family"))): None
         for p in parameters
         if isinstance(p.get("case"), Case)
     }
@@ -320,10 +367,14 @@ def specs_of_parameters(
 
 
 def forget_kernels(*, keep: Callable[[KernelSpec], bool] = lambda _: False) -> None:
-    """Make the present device load its kernels anew, but for those to be kept."""
+    """Make the present device load its kernels anew, but for those to be kept.
+
+    A kernel that isn't of the library, such as a probe, is forgotten in any case.
+    """
     device = cupy_device(cp.cuda.runtime.getDevice())
-    for spec in [spec for spec in device._kernels if not keep(spec)]:
-        del device._kernels[spec]
+    for spec in list(device._kernels):
+        if not (isinstance(spec, KernelSpec) and keep(spec)):
+            del device._kernels[spec]
     launch._prepare.cache_clear()
 
 

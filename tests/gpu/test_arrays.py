@@ -32,7 +32,7 @@ from ..cases import (
     normal,
 )
 from ..reference import assert_close, error_terms
-from .running import check, cp, fetch, fetch_all, run, to_gpu
+from .running import check, cp, fetch, fetch_all, run, run_backward, to_gpu
 
 families = pytest.mark.parametrize("family", FAMILIES)
 SMALL = {"d": 24, "dv": 20}
@@ -52,11 +52,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Addresses]:
     launch = CuPyDevice.launch
 
     def recording(
-        self: CuPyDevice, kernel: Any, grid: int, block: int, shared: int, params: Array
+        self: CuPyDevice, kernel: Any, grid: int, block: int, shared: int, *given: Array
     ) -> None:
-        pointers = np.frombuffer(params.tobytes(), np.uint64, len(POINTERS))
+        pointers = np.frombuffer(given[0].tobytes(), np.uint64, len(POINTERS))
         calls.append(dict(zip(POINTERS, pointers.tolist(), strict=True)))
-        launch(self, kernel, grid, block, shared, params)
+        launch(self, kernel, grid, block, shared, *given)
 
     monkeypatch.setattr(CuPyDevice, "launch", recording)
     return calls
@@ -104,7 +104,7 @@ def test_torch_tensors(
     q, k, v, dout = (arguments.pop(name) for name in ("q", "k", "v", "dout"))
     options = inputs.scalars | arguments | {"config": family}
     out, lse = flash_attention(q, k, v, **options, return_lse=True)
-    gradients = flash_attention_backward(
+    gradients = run_backward(
         dout, q, k, v, out, lse, **options, bias_grad=case.bias is not None,
         deterministic=True,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def test_torch_outputs_and_views(case: Case, family: str, torch: Any) -> None:
     out, lse = flash_attention(q, k, v, **options, return_lse=True, out=given["out"])
     rest = {name: given[name] for name in ("dq", "dk", "dv")}
     rest |= {"deterministic": True}
-    gradients = flash_attention_backward(dout, q, k, v, out, lse, **options, **rest)
+    gradients = run_backward(dout, q, k, v, out, lse, **options, **rest)
     for name, x in {"out": out, **names(gradients)}.items():
         assert isinstance(x, cp.ndarray)
         assert x.data.ptr == given[name].data_ptr()
@@ -259,9 +259,7 @@ def test_jax_arrays(
     q, k, v, dout = (arguments.pop(name) for name in ("q", "k", "v", "dout"))
     options = inputs.scalars | arguments | {"config": family}
     out, lse = flash_attention(q, k, v, **options, return_lse=True)
-    gradients = flash_attention_backward(
-        dout, q, k, v, out, lse, **options, deterministic=True
-    )
+    gradients = run_backward(dout, q, k, v, out, lse, **options, deterministic=True)
     results = {"out": out, "lse": lse, **names(gradients)}
     assert all(isinstance(x, cp.ndarray) for x in results.values())
     assert_same(fetch_all(results), wanted)
@@ -328,9 +326,7 @@ def test_packed_qkv(case: Case, family: str, launched: list[Addresses]) -> None:
         assert explain(q, k, v, **options).copies == ()
         # The result goes into the same array, between its inputs' elements.
         out, lse = flash_attention(q, k, v, **options, return_lse=True, out=out)
-        gradients = flash_attention_backward(
-            dout, q, k, v, out, lse, **options, deterministic=True
-        )
+        gradients = run_backward(dout, q, k, v, out, lse, **options, deterministic=True)
         results = {"out": out, **names(gradients)}
         if layout == "bhsd":
             results = {name: x.swapaxes(1, 2) for name, x in results.items()}
@@ -362,9 +358,7 @@ def test_misaligned_arrays_are_copied(
     def both(arrays: dict[str, Any]) -> dict[str, Array]:
         q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
-        gradients = flash_attention_backward(
-            dout, q, k, v, out, lse, **options, deterministic=True
-        )
+        gradients = run_backward(dout, q, k, v, out, lse, **options, deterministic=True)
         results = {"out": out, "lse": lse, **names(gradients)}
         return fetch_all(results)
 
@@ -381,7 +375,7 @@ def test_misaligned_arrays_are_copied(
     # One element past an aligned address is too little for loads of 16 bytes.
     offset = to_gpu(lay_out(inputs.q, "offset"))
     copies = explain(offset, dense["k"], dense["v"], **options).copies
-    assert copies == (("q",) if family == "mma" else ())
+    assert copies == (() if family == "simt" else ("q",))
     # Lengths that lie across their elements, too.
     lengths = {"k_lengths": np.array([64, 130], np.int64)}
     bad = {"k_lengths": to_gpu(lay_out(lengths["k_lengths"], "misaligned"))}
@@ -454,9 +448,7 @@ def test_results_of_the_forward_pass_in_other_layouts(case: Case, family: str) -
             to_gpu(lay_out(x, memory))
             for x in (wanted["out"], wanted["lse"], inputs.dlse)
         )
-        gradients = flash_attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, **options
-        )
+        gradients = run_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
         got = fetch_all(names(gradients))
         assert_same(got, {name: wanted[name] for name in got})
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import flash_attention, flash_attention_backward
+from cupy_flash import flash_attention
 from cupy_flash.configs import MMA_DEPTHS
 
 from ..cases import (
@@ -31,6 +31,7 @@ from .running import (
     forget_kernels,
     pool_bytes,
     run,
+    run_backward,
     to_gpu,
 )
 
@@ -68,7 +69,7 @@ class Call:
 
     def backward(self) -> None:
         dout, q, k, v = (self.arrays[name] for name in ("dout", "q", "k", "v"))
-        gradients = flash_attention_backward(
+        gradients = run_backward(
             dout, q, k, v, self.given["out"], self.made["lse"], **self.options,
             dlse=self.arrays.get("dlse"), bias_grad="bias" in self.options,
             deterministic=self.deterministic,
@@ -400,7 +401,7 @@ def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
     assert forward.peak == pool_bytes(out, lse)
     with PeakMemory() as backward:
-        gradients = flash_attention_backward(dout, q, k, v, out, lse, **options)
+        gradients = run_backward(dout, q, k, v, out, lse, **options)
     workspace = pool_bytes(lse)  # for delta
     if family == "mma":
         # dq in float32, with as many channels as the tile has room for.
@@ -414,9 +415,7 @@ def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
         flash_attention(q, k, v, **options, out=out)
     assert forward.peak == 0
     with PeakMemory() as backward:
-        flash_attention_backward(
-            dout, q, k, v, out, lse, **options, dq=dq, dk=dk, dv=dv
-        )
+        run_backward(dout, q, k, v, out, lse, **options, dq=dq, dk=dk, dv=dv)
     assert backward.peak == workspace
 
 
@@ -429,7 +428,7 @@ def test_memory_of_a_bias_gradient(case: Case, family: str) -> None:
     q, k, v, dout, bias = (arrays[name] for name in ("q", "k", "v", "dout", "bias"))
     out, lse = flash_attention(q, k, v, bias=bias, return_lse=True, config=family)
     with PeakMemory() as hook:
-        gradients = flash_attention_backward(
+        gradients = run_backward(
             dout, q, k, v, out, lse, bias=bias, bias_grad=True, config=family
         )
     # The parts that several blocks sum are a few tiles for each multiprocessor.

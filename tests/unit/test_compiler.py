@@ -23,13 +23,19 @@ import pytest
 import cupy_flash
 from cupy_flash import compiler
 from cupy_flash.compiler import CompileError, Image, cached_image, flatten
-from cupy_flash.configs import PASS_THREADS, SIMT_FORWARD, MmaTile, SimtTile
+from cupy_flash.configs import (
+    PASS_THREADS,
+    SIMT_FORWARD,
+    MmaTile,
+    SimtTile,
+    WgmmaTile,
+)
 from cupy_flash.device import hypothetical
 from cupy_flash.spec import _KERNELS, KernelSpec
 from cupy_flash.variant import Variant
 
 ROOT = Path(cupy_flash.__file__).parents[1]
-FLOAT32 = np.dtype(np.float32)
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 HOPPER = hypothetical("sm_90")
 ELF = b"\x7fELF"
 
@@ -61,6 +67,9 @@ KERNELS = {
             ("backward_dq", 64), ("backward_dbias", 64), ("convert_dq", PASS_THREADS),
         )
     },
+    "wgmma_forward": KernelSpec(
+        "wgmma", "forward", FLOAT16, Variant(), WgmmaTile(1, 32, 64, 64), 256, 1
+    ),
 }  # fmt: skip
 
 
@@ -254,16 +263,19 @@ def test_a_size_that_disagrees_is_an_error(sources: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data"),
-    [("forward", "Acc data[kRows")]
+    ("name", "file", "data"),
+    [
+        ("forward", "simt/tile.cuh", "Acc data[kRows"),
+        ("wgmma_forward", "wgmma/panels.cuh", "Element data[kCount"),
+    ]
     + [
-        (name, "Element data[kRows")
+        (name, "mma/tile.cuh", "Element data[kRows")
         for name, spec in KERNELS.items()
         if name.startswith("mma_") and spec.shared_memory
     ],
 )
 def test_shared_memory_that_disagrees_is_an_error(
-    sources: Path, name: str, data: str
+    sources: Path, name: str, file: str, data: str
 ) -> None:
     spec = KERNELS[name]
     before, _, after = data.partition("[")
@@ -271,7 +283,7 @@ def test_shared_memory_that_disagrees_is_an_error(
     def widen(lines: list[str]) -> list[str]:
         return [x.replace(data, f"{before}[8 + {after}") for x in lines]
 
-    path = sources / spec.family / "tile.cuh"
+    path = sources / file
     kept = path.read_text(encoding="utf-8")
     edit(path, widen)
     assert path.read_text(encoding="utf-8") != kept

@@ -219,9 +219,11 @@ def test_a_broadcast_batch_is_merged_too() -> None:
 # --- The values -----------------------------------------------------------------------
 
 
-def filled(problem: Problem, splits: int = 1, **addresses: int) -> dict[str, object]:
+def filled(
+    problem: Problem, splits: int = 1, section: int = 1, **addresses: int
+) -> dict[str, object]:
     """Return the fields of the struct of a problem."""
-    template = make_template(problem, splits)
+    template = make_template(problem, splits, section)
     axes = len(merge_batch_axes(problem).shape)
     struct = template.fill(addresses)
     assert struct.nbytes == params_dtype(axes).itemsize and struct.size == 1
@@ -244,7 +246,7 @@ def test_what_a_call_does_not_have_is_null() -> None:
 
 
 def test_one_template_serves_many_calls() -> None:
-    template = make_template(problem(qkv((2,))), 1)
+    template = make_template(problem(qkv((2,))), 1, 1)
     first = template.fill({"q": 16})
     second = template.fill({"q": 32})
     assert first.tobytes()[8:] == second.tobytes()[8:]
@@ -328,11 +330,11 @@ def test_gradients_have_strides() -> None:
 
 
 def test_numbers() -> None:
-    fields = filled(problem(qkv((3,)), scale=-0.25, softcap=30.0))
+    fields = filled(problem(qkv((3,)), scale=-0.25, softcap=30.0), section=6)
     numbers = {
         "seqlen_q": 5, "seqlen_k": 7, "heads_q": 4, "heads_kv": 2, "head_dim": 8,
         "head_dim_v": 6, "scale": -0.25, "softcap": 30.0, "dbias_splits": 1,
-        "q_lengths_bytes": 0, "k_lengths_bytes": 0, "top_left": 0,
+        "q_lengths_bytes": 0, "k_lengths_bytes": 0, "top_left": 0, "section": 6,
     }  # fmt: skip
     assert {name: fields[name].item() for name in numbers} == numbers
     assert fields["batch_shape"].tolist() == [3]
@@ -378,7 +380,7 @@ def test_no_operand_is_left_out() -> None:
     }  # fmt: skip
     full = problem(arrays, "backward", bias_grad=True)
     names = {operand.name for operand in full.operands}
-    assert names | {"delta", "dbias_partial", "dq_sums"} == set(POINTERS)
+    assert names | {"delta", "dbias_partial", "dq_sums", "claims"} == set(POINTERS)
     fields = params_dtype(1).names
     assert all(f"{name}_strides" in fields for name in names)
     assert dataclasses.replace(full) == full and hash(full) == hash(full)

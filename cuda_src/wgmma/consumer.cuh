@@ -1,0 +1,236 @@
+// A warpgroup that computes: for 64 queries, S = Q Kᵀ and O = P V tile by tile. While the tensor
+// cores multiply the weights of one tile with V, the warps make those of the next, also from one
+// piece of work to the next.
+#pragma once
+
+#include "mma/masking.cuh"
+#include "wgmma/epilogue.cuh"
+#include "wgmma/products.cuh"
+#include "wgmma/softmax.cuh"
+#include "wgmma/storage.cuh"
+
+namespace cupy_flash {
+namespace wgmma {
+
+// Consumers issue their products in turn, so that one's exponentials fall into the time of
+// another's products. A turn ends at the barrier of the consumer that is next.
+template <int kConsumers, bool kUsed>
+struct Turns {
+  static constexpr int kThreads = 2 * kWarpgroup;  // of the one that waits and the one before it
+  int group;
+
+  CUPY_FLASH_DEVICE static int barrier(int group) { return 1 + kConsumers + group; }
+  CUPY_FLASH_DEVICE explicit Turns(int group_) : group(group_) {
+    if (group == kConsumers - 1) ptx::barrier_arrive(barrier(0), kThreads);
+  }
+  CUPY_FLASH_DEVICE void wait() const { ptx::named_barrier(barrier(group), kThreads); }
+  CUPY_FLASH_DEVICE void pass_on() const {
+    ptx::barrier_arrive(barrier(group == kConsumers - 1 ? 0 : group + 1), kThreads);
+  }
+};
+
+template <int kConsumers>
+struct Turns<kConsumers, false> {
+  CUPY_FLASH_DEVICE explicit Turns(int) {}
+  CUPY_FLASH_DEVICE void wait() const {}
+  CUPY_FLASH_DEVICE void pass_on() const {}
+};
+
+// Turns the rows of V outside `keys` into zeros.
+template <class Traits, class TileV>
+CUPY_FLASH_DEVICE void clear_unseen(TileV& v, int key0, const Range& keys, int group) {
+  constexpr int kPerRow = TileV::kCount * kPanelColumns / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarpgroup; i < TileV::kRows * kPerRow; i += kWarpgroup) {
+    const int row = i / kPerRow;
+    if (!mma::contains(keys, key0 + row)) {
+      write_pack<typename Traits::Element, 8>(v.pack_at(row, i % kPerRow * 8), {});
+    }
+  }
+  ptx::async_proxy_fence();
+  group_barrier(group);
+}
+
+// Turns the products of a tile of keys into logits, or hides those that aren't seen if the scale
+// can wait.
+template <class Traits>
+CUPY_FLASH_DEVICE void finish_logits(const Params<Traits::kBatchAxes>& params,
+                                     const Work<Traits>& work, const Range& clear, int warp_row,
+                                     int tile, Sums<Traits::kColumns / 8>& s) {
+  const bool all_clear = mma::contains(clear, tile);
+  if (Logits<Traits>::kDeferScale && all_clear) return;
+  const int key0 = tile * Traits::kColumns;
+  const Mask<Traits> mask(params, work.batch, work.head, work.seqlen);
+  const int row0 = work.row0 + warp_row;
+  if constexpr (Logits<Traits>::kDeferScale) {
+    mma::hide_rows(s, mask, row0, key0);
+  } else {
+    const Logits<Traits> logits(params, work.batch, work.head, work.seqlen);
+    mma::make_logits(s, mask, logits, all_clear, row0, key0);
+  }
+}
+
+template <class Traits>
+CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
+                               ForwardStorage<Traits>& shared, int group) {
+  using Element = typename Traits::Element;
+  constexpr int kDepth = Traits::kDepth;
+  constexpr int kStages = Traits::kStages;
+  constexpr int kQueryStages = Traits::kQueryStages;
+  constexpr int kN = Traits::kColumns / 8;
+  constexpr int kO = Traits::kDepthV / 8;
+  const int group_row = group * kGroupRows;
+  const int warp_row = group_row + threadIdx.x % kWarpgroup / kWarpSize * 16;
+
+  const Turns<Traits::kConsumers, Traits::kPingPong> turns(group);
+  Slot<kStages> slot;
+  Slot<kQueryStages> q_slot;
+  Slot<ForwardStorage<Traits>::Ends::kOutputStages> out_slot;
+  typename WorkQueue<Traits>::Place taken, finished;
+
+  // The piece of work stays in shared memory until it is finished.
+  const Work<Traits>* work;
+  GroupWork own;
+  const auto next_work = [&]() {
+    work = &shared.queue.wait(taken);
+    taken.advance();
+    taken.make_uniform();
+    own = work->group[group];
+    own.first = uniform(own.first);
+    own.last = uniform(own.last);
+    own.skipped = uniform(own.skipped);
+    return uniform(work->row0) >= 0;
+  };
+  // Factors of what the products are, and of what is exponentiated.
+  const float to_exponent = Logits<Traits>::to_exponent(params);
+  const float to_logit = Logits<Traits>::to_logit(params);
+  // Tiles that the block visits, but no row of this group sees.
+  const auto skip = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      shared.k_pipeline.wait(slot);
+      shared.k_pipeline.release(slot);
+      shared.v_pipeline.wait(slot);
+      shared.v_pipeline.release(slot);
+      slot.advance();
+    }
+    slot.make_uniform();
+  };
+  Sums<kO> o = {};
+  const auto finish = [&](const Work<Traits>& of, const Softmax<Element>& softmax) {
+    if constexpr (Traits::kOutputApart) shared.out_pipeline.wait_empty(out_slot);
+    write_output<Traits>(params, shared.ends.out(out_slot.stage), of, group, o, softmax, to_logit);
+    __syncwarp();  // all lanes have written, and need the work no more
+    shared.out_pipeline.publish(out_slot);
+    out_slot.advance();
+    shared.queue.release(finished);
+    finished.advance();
+    clear_sums<kO>(o);
+  };
+
+  bool more = next_work();
+#pragma unroll 1
+  while (more) {
+    shared.q_pipeline.wait(q_slot);
+    skip(own.skipped);
+    Softmax<Element> softmax;
+    if (!own.has_keys()) {
+      if constexpr (Traits::kOutputApart) shared.q_pipeline.release(q_slot);
+      finish(*work, softmax);
+      q_slot.advance();
+      more = next_work();
+      continue;
+    }
+
+    Weights<kN> p;
+    int tile = own.last;
+    {
+      Sums<kN> s;
+      shared.k_pipeline.wait(slot);
+      ptx::hold(flat<kN>(s));
+      ptx::wgmma_fence();
+      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot.stage), group_row,
+                                        shared.k[slot.stage]);
+      ptx::wgmma_wait<0>();
+      ptx::hold(flat<kN>(s));
+      shared.k_pipeline.release(slot);
+      if (Traits::kOutputApart && tile == own.first) shared.q_pipeline.release(q_slot);
+      finish_logits(params, *work, own.clear, warp_row, tile, s);
+      float unused[2];
+      softmax.template update<kN>(s, p, to_exponent, unused);
+    }
+
+    // P of a tile is multiplied with V while S of the next is computed: the next of this work, or
+    // after the last one, the first of the work that follows.
+    const Work<Traits>* done;
+    Slot<kStages> v_slot;
+#pragma unroll 1
+    while (true) {
+      // Weights are zeros for keys that no row of the block sees, but 0 * NaN isn't.
+      if (!mma::contains(own.whole, tile)) {
+        shared.v_pipeline.wait(slot);
+        clear_unseen<Traits>(shared.v[slot.stage], tile * Traits::kColumns, work->keys, group);
+      }
+      v_slot = slot;
+      slot.advance();
+      const bool ends = tile == own.first;
+      --tile;
+      if (ends) {
+        done = work;
+        q_slot.advance();
+        more = next_work();
+        if (kQueryStages == 1 || !more || !own.has_keys() || own.skipped >= kStages) break;
+        skip(own.skipped);
+        q_slot.make_uniform();
+        shared.q_pipeline.wait(q_slot);
+        tile = own.last;
+      }
+      Sums<kN> s;
+      shared.k_pipeline.wait(slot);
+      turns.wait();
+      ptx::hold(flat<kN>(s));
+      ptx::hold(flat(p));
+      ptx::hold(flat<kO>(o));
+      ptx::wgmma_fence();
+      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot.stage), group_row,
+                                        shared.k[slot.stage]);
+      shared.v_pipeline.wait(v_slot);
+      begin_output<Element, kO>(o, p, shared.v[v_slot.stage]);
+      turns.pass_on();
+
+      ptx::wgmma_wait<1>();
+      ptx::hold(flat<kN>(s));
+      shared.k_pipeline.release(slot);
+      if (Traits::kOutputApart && tile == own.first) shared.q_pipeline.release(q_slot);
+      finish_logits(params, *work, own.clear, warp_row, tile, s);
+      const Softmax<Element> before = softmax;
+      if (ends) softmax = {};
+      Weights<kN> next;
+      float rescale[2];
+      const bool rescales = softmax.template update<kN>(s, next, to_exponent, rescale);
+
+      ptx::wgmma_wait<0>();
+      ptx::hold(flat<kO>(o));
+      ptx::hold(flat(p));
+      shared.v_pipeline.release(v_slot);
+      if (ends) {
+        finish(*done, before);
+      } else if (rescales) {
+        rescale_output<kO>(o, rescale);
+      }
+      copy_weights(p, next);
+    }
+    shared.v_pipeline.wait(v_slot);
+    ptx::hold(flat(p));
+    ptx::hold(flat<kO>(o));
+    ptx::wgmma_fence();
+    begin_output<Element, kO>(o, p, shared.v[v_slot.stage]);
+    ptx::wgmma_wait<0>();
+    ptx::hold(flat<kO>(o));
+    shared.v_pipeline.release(v_slot);
+    finish(*done, softmax);
+  }
+}
+
+}  // namespace wgmma
+}  // namespace cupy_flash

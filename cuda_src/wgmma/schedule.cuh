@@ -1,0 +1,157 @@
+// Which queries a block computes next. Blocks stay on their multiprocessor and take one tile after
+// the other, so that a tile's loads overlap the end of the one before.
+#pragma once
+
+#include "mma/masking.cuh"
+#include "wgmma/panels.cuh"
+#include "wgmma/pipeline.cuh"
+
+namespace cupy_flash {
+namespace wgmma {
+
+// What a warpgroup computes of a piece of work: tiles of keys, from the last to the first.
+struct GroupWork {
+  int first;
+  int last;     // less than `first`: no query sees a key
+  int skipped;  // tiles after it, which the block visits for other groups
+  Range clear;  // tiles all of whose keys all queries of the group see
+  Range whole;  // tiles all of whose keys are seen by some query of the block, or lie past the end
+
+  CUPY_FLASH_DEVICE bool has_keys() const { return last >= first; }
+};
+
+// Queries of one head, and the keys that they see.
+template <class Traits>
+struct Work {
+  int row0;  // negative: there is no more work
+  int head;
+  BatchIndex<Traits::kBatchAxes> batch;
+  Seqlen seqlen;
+  Range keys;
+  Range tiles;  // of keys
+  GroupWork group[Traits::kConsumers];
+
+  // Made in shared memory, piece by piece: the thread that does it has few registers.
+  CUPY_FLASH_DEVICE void describe(const Params<Traits::kBatchAxes>& params, int row_tile,
+                                  int flat_head) {
+    row0 = row_tile * Traits::kRows;
+    head = flat_head % int(params.heads_q);
+    batch = BatchIndex<Traits::kBatchAxes>(params, flat_head / int(params.heads_q));
+    seqlen = Seqlen(params, batch);
+    const Mask<Traits> mask(params, batch, head, seqlen);
+    keys = mask.band.keys_of(row0, row0 + Traits::kRows);
+    tiles = tiles_of(keys);
+#pragma unroll 1
+    for (int g = 0; g < Traits::kConsumers; ++g) {
+      const int group_row = row0 + g * kGroupRows;
+      const Range own = tiles_of(mask.band.keys_of(group_row, group_row + kGroupRows));
+      // Where groups take turns, they must come equally often.
+      const int end = Traits::kPingPong ? tiles.end : max_of(own.end, tiles.begin);
+      const Range clear = mma::clear_keys(mask, group_row, kGroupRows);
+      const int seen = keys.end == int(params.seqlen_k) ? tiles.end : keys.end / Traits::kColumns;
+      group[g] = {tiles.begin,
+                  end - 1,
+                  tiles.end - end,
+                  {ceil_div(clear.begin, Traits::kColumns), clear.end / Traits::kColumns},
+                  {ceil_div(keys.begin, Traits::kColumns), seen}};
+    }
+  }
+
+ private:
+  CUPY_FLASH_DEVICE static Range tiles_of(const Range& keys) {
+    if (keys.begin >= keys.end) return {0, 0};
+    return {keys.begin / Traits::kColumns, ceil_div(keys.end, Traits::kColumns)};
+  }
+};
+
+// The order of all tiles. Heads come in sections that the L2 cache has room for; in each, the last
+// queries come first, which under a causal mask take longest.
+template <class Traits>
+struct Schedule {
+  const Params<Traits::kBatchAxes>& params;
+  int heads;
+  int heads_per_kv;
+  int row_tiles;
+
+  CUPY_FLASH_DEVICE explicit Schedule(const Params<Traits::kBatchAxes>& p)
+      : params(p),
+        heads(int(batch_size(p) * p.heads_q)),
+        heads_per_kv(int(p.heads_q / p.heads_kv)),
+        row_tiles(ceil_div(int(p.seqlen_q), Traits::kRows)) {}
+
+  CUPY_FLASH_DEVICE int count() const { return heads * row_tiles; }
+
+  CUPY_FLASH_DEVICE void describe(Work<Traits>& work, int index) const {
+    const int section = int(params.section);
+    const int first = index / (section * row_tiles) * section;
+    const int width = min_of(section, heads - first);
+    const int rest = index - first * row_tiles;
+    work.describe(params, row_tiles - 1 - rest / width, first + rest % width);
+  }
+
+  // The tile that this block takes next: one that no other has claimed yet, if there are more tiles
+  // than blocks.
+  CUPY_FLASH_DEVICE int claim() const {
+    if (params.claims == nullptr) return count();
+    return int(gridDim.x) + atomicAdd(static_cast<int*>(params.claims), 1);
+  }
+};
+
+// From the thread that finds out what is to be done to all others.
+template <class Traits>
+struct WorkQueue {
+  // Consumers still store the output of one piece while they begin with the next.
+  static constexpr int kStages = 3;
+  using Place = Slot<kStages>;
+  Pipeline<kStages> pipeline;
+  Work<Traits> work[kStages];
+  ptx::Mbarrier wanted;  // a phase for each piece
+
+  // One thread of the block does it.
+  CUPY_FLASH_DEVICE void init(int readers) {
+    pipeline.init(1, readers);
+    ptx::mbarrier_init(wanted, 1);
+  }
+
+  CUPY_FLASH_DEVICE Work<Traits>& acquire(const Place& slot) {
+    pipeline.wait_empty(slot);
+    return work[slot.stage];
+  }
+
+  CUPY_FLASH_DEVICE const Work<Traits>& wait(const Place& slot) {
+    pipeline.wait(slot);
+    return work[slot.stage];
+  }
+
+  // A warp, or a thread that reads by itself, once it needs the piece no more.
+  CUPY_FLASH_DEVICE void release(const Place& slot) { pipeline.release(slot); }
+};
+
+// The thread that finds out what is to be done. It claims a piece only when that is wanted, as late
+// as can be, so that the blocks that are done first get the pieces that are left.
+template <class Traits>
+CUPY_FLASH_DEVICE void plan_work(const Params<Traits::kBatchAxes>& params,
+                                 WorkQueue<Traits>& queue) {
+  typename WorkQueue<Traits>::Place place;
+  const Schedule<Traits> schedule(params);
+  const int count = schedule.count();
+  int parity = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x;; index = schedule.claim()) {
+    Work<Traits>& work = queue.acquire(place);
+    const bool exists = index < count;
+    if (exists) {
+      schedule.describe(work, index);
+    } else {
+      work.row0 = -1;
+    }
+    queue.pipeline.publish(place);
+    place.advance();
+    if (!exists) break;
+    ptx::mbarrier_wait(queue.wanted, parity);
+    parity ^= 1;
+  }
+}
+
+}  // namespace wgmma
+}  // namespace cupy_flash

@@ -1,0 +1,190 @@
+"""Plans of the family `wgmma`: Hopper's warpgroup products and tensor memory copies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import configs, plan_mma
+from .device import DeviceInfo
+from .params import Batch, merge_batch_axes
+from .plan_base import MAX_GRID, Builder, DoesNotFit, MapSpec, blocks
+from .problem import Operand, Problem
+from .tiles import WgmmaTile
+
+LOADED_WIDE = ("q", "k", "v")
+# The order of wgmma/storage.cuh.
+MAPPED = ("q", "k", "v", "out")
+
+_CAPABILITY = 90
+_NVRTC = (12, 9)  # the oldest that the kernels are compiled with in tests
+_WIDTH = 16
+_PANEL_COLUMNS = 64
+_MAX_STRIDE = 2**40
+_MAX_BATCH_AXES = 2  # a tensor map has five axes
+# Bytes of keys and values that a section of heads may have, so that the L2 cache, of 50
+# or 60 MB, holds them beside the queries and outputs that pass through (bench/LOG.md).
+_SECTION = 32 * 2**20
+_LEAST_SECTION = 8  # heads
+
+
+def refusal(problem: Problem, device: DeviceInfo) -> str:
+    """Return why the family can't serve a problem on a GPU; empty if it may."""
+    if device.compute_capability != _CAPABILITY:
+        return "wgmma is for compute capability 9.0"
+    if device.nvrtc < _NVRTC:
+        found, needed = (".".join(map(str, v)) for v in (device.nvrtc, _NVRTC))
+        return f"wgmma needs NVRTC {needed} or later, and this is {found}"
+    if problem.dtype.itemsize != 2:
+        return f"wgmma has no products of {problem.dtype}"
+    if problem.direction != "forward":
+        return "wgmma has no backward pass yet"
+    for name in ("bias", "mask"):
+        if problem.has(name):
+            return f"wgmma reads no {name} array yet"
+    limit = configs.WGMMA_DEPTHS[-1]
+    if max(problem.head_dim, problem.head_dim_v) > limit:
+        return f"wgmma has tiles for head sizes of up to {limit}"
+    if problem.seqlen_k == 0:
+        return "there are no keys to copy"
+    if len(merge_batch_axes(problem).shape) > _MAX_BATCH_AXES:
+        return (
+            f"the batch has more than {_MAX_BATCH_AXES} axes that can't be merged, "
+            "more than a tensor map has room for"
+        )
+    out = problem.operand("out")
+    if needs_copy(out):
+        return (
+            "out can't be written by tensor maps: its channels must lie side by side "
+            "and its rows start at multiples of 16 bytes"
+        )
+    return ""
+
+
+def needs_copy(operand: Operand) -> bool:
+    """Whether an array can't be described by a tensor map as it lies."""
+    *steps, (channels, step) = zip(operand.shape, operand.strides, strict=True)
+    sequence, stride = steps[-2]
+    return (
+        operand.misalignment % _WIDTH != 0
+        or (channels > 1 and step != operand.dtype.itemsize)
+        or any(n > 1 and (s % _WIDTH or not 0 <= s < _MAX_STRIDE) for n, s in steps)
+        or (sequence > 1 and stride == 0)
+    )
+
+
+def tensor_map(operand: Operand, batch: Batch, rows: int) -> MapSpec:
+    """Describe the map of an array, for boxes of `rows` rows of 64 channels.
+
+    An axis along which the array repeats has one entry.
+    """
+    sequence, heads, channels = operand.shape[-3:]
+    steps = operand.strides[-3:-1]
+    axes = [
+        (sequence, steps[0]),
+        (heads, steps[1]),
+        *reversed(list(zip(batch.shape, batch.strides[operand.name], strict=True))),
+    ]
+    # The stride of an axis of one entry isn't used, but must be legal.
+    kept = [(n, s) if n > 1 and s != 0 else (1, _WIDTH) for n, s in axes]
+    shape, strides = zip(*kept, strict=True)
+    box = (_PANEL_COLUMNS, rows, *(1 for _ in shape[1:]))
+    return MapSpec(operand.name, operand.dtype, (channels, *shape), strides, box)
+
+
+class WgmmaBuilder(Builder):
+    """Collects the launches of a call of the family `wgmma`."""
+
+    family = "wgmma"
+
+    def forward(self) -> None:
+        """Plan the forward pass."""
+        p = self.problem
+        tile = self._tile()
+        heads = p.batch * p.heads_q
+        tiles = self._count(tile)
+        if tiles > MAX_GRID:
+            raise DoesNotFit(f"forward: {tiles} tiles are more than a launch can have")
+        if tiles == 0:
+            return
+        self.section = self._section(heads)
+        self.add_step("forward", tile, min(tiles, self.device.multiprocessors))
+        if tiles > self.device.multiprocessors:
+            self.add_workspace("claims", (1,), dtype=np.dtype(np.int32), zero=True)
+        batch = merge_batch_axes(p)
+        rows = (tile.rows, tile.columns, tile.columns, tile.rows)
+        self.maps = tuple(
+            tensor_map(p.operand(name), batch, n)
+            for name, n in zip(MAPPED, rows, strict=True)
+        )
+
+    def backward(self) -> None:
+        """Refuse."""
+        raise DoesNotFit("wgmma has no backward pass yet")
+
+    def _section(self, heads: int) -> int:
+        """Return how many heads share the L2 cache, if the order of tiles matters."""
+        p = self.problem
+        if p.right is None:
+            return 1
+        head = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+        fitting = max(_LEAST_SECTION, p.group * (_SECTION // head))
+        return max(1, min(heads, fitting))
+
+    def _tile(self) -> WgmmaTile:
+        """Return the tile that the table gives, or the one asked for."""
+        if isinstance(self.forced, WgmmaTile):
+            self._check(self.forced)
+            return self.forced
+        p = self.problem
+        banded = p.left is not None or p.right is not None
+        possible = (
+            row.tile(p.head_dim, p.head_dim_v, p.seqlen_k, banded)
+            for row in configs.WGMMA_FORWARD
+        )
+        tiles = [tile for tile in possible if tile is not None]
+        first = tiles[0]
+        counts = {tile: self._count(tile) for tile in tiles}
+        enough = [n for n in counts.values() if n >= self.device.multiprocessors]
+        wanted = enough[0] if enough else max(counts.values())
+        # Where fewer rows make as many tiles, the others would be padding.
+        found = min((t for t in tiles if counts[t] == wanted), key=lambda t: t.rows)
+        self.reasons.append(f"forward: tile {found.name}")
+        if found != first:
+            self.reasons.append(
+                f"forward: {first.rows} rows a tile would be {counts[first]} tiles for "
+                f"{self.device.multiprocessors} multiprocessors, {found.rows} are "
+                f"{counts[found]}"
+            )
+        return found
+
+    def _count(self, tile: WgmmaTile) -> int:
+        p = self.problem
+        return p.batch * p.heads_q * blocks(p.seqlen_q, tile.rows)
+
+    def _check(self, tile: WgmmaTile) -> None:
+        """Raise DoesNotFit if no kernel, or not this call, can have a tile."""
+        p = self.problem
+        fault = tile.fault(p.dtype)
+        if fault:
+            raise DoesNotFit(f"config asks for tile {tile.name}: {fault}")
+        needed = self.spec("forward", tile).shared_memory
+        if (
+            needed > self.device.shared_memory
+            or tile.depth < p.head_dim
+            or tile.depth_v < p.head_dim_v
+        ):
+            raise DoesNotFit(
+                f"config asks for tile {tile.name}, which doesn't fit: {needed} of "
+                f"{self.device.shared_memory} bytes of shared memory, head_dim "
+                f"{p.head_dim} and {p.head_dim_v}"
+            )
+
+
+def copied(problem: Problem) -> tuple[str, ...]:
+    """Name the inputs that are copied because no tensor map describes them."""
+    return tuple(n for n in LOADED_WIDE if needs_copy(problem.operand(n)))
+
+
+def row_multiple(problem: Problem) -> int:
+    """Return the elements to whose multiple a copy's rows are padded."""
+    return plan_mma.row_multiple(problem)

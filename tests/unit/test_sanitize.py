@@ -1,0 +1,222 @@
+"""What the run under compute-sanitizer calls, and how it reads what the tools say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupy_flash import configs
+from cupy_flash.spec import KernelSpec
+from tests.gpu import sanitize
+from tests.gpu.sanitize import GRID, TOOLS, Found, grid, kernels, understood
+
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
+CLEAN = "calls were made: 7\n========= ERROR SUMMARY: 0 errors\n"
+
+
+@pytest.fixture(scope="module")
+def specs() -> list[KernelSpec]:
+    return kernels("sm_90")
+
+
+def test_each_kernel_of_each_family_is_run(specs: list[KernelSpec]) -> None:
+    for family, dtype in itertools.product(("simt", "mma"), DTYPES):
+        ran = {s.kernel for s in specs if (s.family, s.dtype.name) == (family, dtype)}
+        expected = {"forward", "backward_dq", "backward_dkdv", "backward_dbias"}
+        expected |= {"backward", "convert_dq"} if family == "mma" else set()
+        assert ran == expected, (family, dtype)
+    assert {s.kernel for s in specs if s.family == "passes"} == {
+        "delta",
+        "reduce_dbias",
+    }
+
+
+def test_each_option_is_used_and_left_out(specs: list[KernelSpec]) -> None:
+    for family in ("simt", "mma"):
+        variants = [s.variant for s in specs if s.family == family]
+        for name in ("left", "right", "softcap", "alibi", "mask"):
+            assert {getattr(v, name) for v in variants} == {False, True}, name
+        assert {v.ragged for v in variants} == (
+            {False, True} if family == "mma" else {False}
+        )
+    assert any(case.q_lengths and case.k_lengths for case in GRID)
+    assert any(case.hq > case.hkv for case in GRID)
+
+
+def test_no_size_fills_a_tile(specs: list[KernelSpec]) -> None:
+    for spec, (case, _) in itertools.product(specs, grid()):
+        if spec.tile is not None:
+            for size in (spec.tile.rows, spec.tile.columns):
+                assert case.sq % size and case.sk % size
+
+
+def test_tiles_of_long_sequences_are_run_too(specs: list[KernelSpec]) -> None:
+    tiles = {(s.kernel, s.tile) for s in specs if s.family == "mma"}
+    for kernel, table in (
+        ("forward", configs.MMA_FORWARD),
+        ("backward", configs.MMA_BACKWARD),
+    ):
+        row = table[0]
+        assert (kernel, row.tile(64, 64)) in tiles
+    assert len({tile.depth for kernel, tile in tiles if kernel == "forward"}) == 3
+
+
+def test_a_family_that_can_not_be_had_is_left_out() -> None:
+    """bfloat16 and the wider types, which Turing's tensor cores don't have."""
+    specs = kernels("sm_75")
+    assert {s.dtype.name for s in specs if s.family == "mma"} == {"float16"}
+    assert {s.dtype.name for s in specs if s.family == "simt"} == DTYPES
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "errors"),
+    [
+        (CLEAN, 0, 0),
+        (CLEAN.replace("0 errors", "1 error"), 0, 1),
+        (CLEAN.replace("0 errors", "12 errors"), 1, 12),
+        (
+            "========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n"
+            "calls were made: 7\n",
+            0,
+            3,
+        ),
+        (
+            "calls were made: 7\n"
+            "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+            0,
+            0,
+        ),
+        (CLEAN, -9, None),  # killed
+        ("========= ERROR SUMMARY: 0 errors\n", 1, None),  # the calls ended early
+        ("calls were made: 7\n", 0, None),  # the tool did
+        ("========= Device not supported\n", 255, None),
+    ],
+)
+def test_what_a_tool_says(text: str, code: int, errors: int | None) -> None:
+    found = understood(text, code, 1.5)
+    assert (found.errors, found.calls) == (errors, 0 if errors is None else 7)
+    assert bool(found.report) == (errors != 0)
+
+
+# A stand-in for the sanitizer: what it says of a tool is in a file beside it.
+FAKE = """#!{python}
+import pathlib, sys
+if "--version" in sys.argv:
+    print("NVIDIA (R) Compute Sanitizer\\nVersion 2025.3.1.0 (build 1)")
+else:
+    tool = sys.argv[sys.argv.index("--tool") + 1]
+    assert sys.argv[-1] == "--calls", sys.argv
+    print(pathlib.Path(__file__).with_name(tool).read_text())
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a GPU and a sanitizer that finds nothing."""
+    executable = tmp_path / "compute-sanitizer"
+    executable.write_text(FAKE.format(python=sys.executable))
+    executable.chmod(0o755)
+    for tool in TOOLS:
+        (tmp_path / tool).write_text(CLEAN)
+
+    gpu = SimpleNamespace(compute_capability="90")
+    cuda = SimpleNamespace(Device=lambda: gpu)
+    monkeypatch.setattr(sanitize, "cp", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: str(executable))
+    monkeypatch.setattr(sanitize, "precompile", lambda specs, capability: len(specs))
+    monkeypatch.setattr(sanitize, "run_all", lambda: 7)
+    monkeypatch.setattr(sanitize, "describe_machine", lambda: {"device": "a GPU"})
+    monkeypatch.setattr(sanitize, "RESULT", tmp_path / "result.json")
+    return tmp_path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
+def test_a_record_is_written(fake: Path) -> None:
+    assert sanitize.main(["--out", str(fake / "too.json")]) == 0
+    made = json.loads((fake / "result.json").read_text())
+    assert made == json.loads((fake / "too.json").read_text())
+    assert made["device"] == "a GPU" and made["compute_sanitizer"] == "2025.3.1.0"
+    assert made["source_sha256"] == sanitize.source_sha256() and made["kernels"] > 50
+    assert list(made["tools"]) == list(TOOLS)
+    for found in made["tools"].values():
+        assert (found["errors"], found["calls"]) == (0, 7) and "report" not in found
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_was_found_is_not_hidden(fake: Path, complete: bool) -> None:
+    """Errors go into the record; a tool that didn't run leaves none behind."""
+    said = CLEAN.replace("0 errors", "2 errors") if complete else "not supported"
+    (fake / "initcheck").write_text(said)
+    assert sanitize.main([]) == 1
+    assert (fake / "result.json").exists() == complete
+    if complete:
+        made = json.loads((fake / "result.json").read_text())
+        assert made["tools"]["initcheck"]["errors"] == 2
+        assert made["tools"]["initcheck"]["report"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
+def test_one_tool_makes_no_record(fake: Path) -> None:
+    assert sanitize.main(["--tool", "memcheck"]) == 0
+    assert not (fake / "result.json").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
+def test_a_tool_that_hangs_is_stopped(tmp_path: Path) -> None:
+    executable = tmp_path / "slow"
+    # As the sanitizer does, it has another process do the work.
+    work = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    executable.write_text(f"#!{sys.executable}\nimport subprocess, sys\n{work}\n")
+    executable.chmod(0o755)
+    began = time.monotonic()
+    process = sanitize.start(str(executable), "memcheck", [])
+    found = sanitize.read(process, began, began + 0.5)
+    assert isinstance(found, Found) and found.errors is None
+    assert "because of its time" in found.report[-1]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--tool", "leakcheck"], "leakcheck unknown; accepted: memcheck"),
+     ([], "neither on the path")],
+)  # fmt: skip
+def test_mistakes_are_explained(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    with pytest.raises(SystemExit):
+        sanitize.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_call_that_is_refused_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, or backward alone."""
+    tried: list[Any] = []
+
+    def refuse(*arguments: Any, config: Any, **options: Any) -> None:
+        tried.append(config)
+        raise ValueError("config='mma' can't be had: no")
+
+    def forward(*arguments: Any, config: Any, **options: Any) -> tuple[Any, Any]:
+        if config == "wgmma":
+            return None, None
+        refuse(config=config)
+
+    monkeypatch.setattr(sanitize, "to_gpu", lambda x: x)
+    monkeypatch.setattr(sanitize, "flash_attention", forward)
+    monkeypatch.setattr(sanitize, "flash_attention_backward", refuse)
+    assert sanitize.run(GRID[-1], "mma") == 0 and tried == ["mma"]
+    assert sanitize.run(GRID[-1], ("wgmma", "mma")) == 1
+    assert tried == ["mma"] * 3
