@@ -113,6 +113,11 @@ def run_parser() -> argparse.ArgumentParser:
         "12.0), 163 (8.0, 8.7), 227 (9.0, 10.0)",
     )
     add(
+        "--family",
+        choices=tuple(tiles.CANDIDATES),
+        help="whose tiles are measured (default: what each case gets by itself)",
+    )
+    add(
         "--budget",
         type=float,
         default=300.0,
@@ -242,7 +247,9 @@ def run_cases(
     else:
         xp = np
     runner = Runner(
-        peers=functools.partial(contestants, options.device, options.only),
+        peers=functools.partial(
+            contestants, options.device, options.only, options.family
+        ),
         make_inputs=functools.partial(make_inputs, device=options.device),
         timer=timer,
         xp=xp,
@@ -251,7 +258,7 @@ def run_cases(
     )
     if cases[0].workload == "tiles" and options.device == "cuda":
         start = time.monotonic()
-        count = tiles.precompile(cases)
+        count = tiles.precompile(cases, options.family)
         elapsed = time.monotonic() - start
         print(f"{count} kernels ready after {elapsed:.0f} s", file=sys.stderr)
     with shown(cases[0].workload, len(cases)) as progress:
@@ -261,10 +268,12 @@ def run_cases(
             progress.done(summary(case, rows))
 
 
-def contestants(device: str, only: Sequence[str], case: Case) -> list[Peer]:
+def contestants(
+    device: str, only: Sequence[str], family: str | None, case: Case
+) -> list[Peer]:
     """Return the implementations of a case, ours first."""
     if case.workload == "tiles" and device == "cuda":
-        return tiles.peers(case)
+        return tiles.peers(case, family)
     peers = all_peers(device)
     if only:
         peers = [peer for peer in peers if peer.name in (peers[0].name, *only)]

@@ -33,8 +33,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash import compiler, configs
-from cupy_flash.configs import MmaRow, SimtRow, SimtTile
+from cupy_flash import compiler, configs, plan_wgmma
+from cupy_flash.configs import MmaRow, SimtRow, SimtTile, WgmmaTile
 from cupy_flash.device import DeviceInfo, hypothetical
 from cupy_flash.plan import make_plan
 from cupy_flash.problem import ArrayInfo, Options
@@ -62,6 +62,16 @@ MMA_KERNELS = {
     "backward_dq": configs.MMA_BACKWARD_DQ,
     "backward_dbias": configs.MMA_BACKWARD_DBIAS,
 }
+# Options of calls that need other kernels of `wgmma`; what a length is needs none.
+WGMMA_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": (3, 3)},
+    {"window": (3, 3), "softcap": 5.0, "alibi_slopes": True},
+    {"scale": -1.0},
+)
+# The oldest NVRTC that some kernels are planned for.
+NVRTC = (12, 9)
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,17 @@ class Compiler:
         return f"{version}.".startswith(f"{self.version}.")
 
 
-# CUDA 13 begins at compute capability 7.5; what is older gets an NVRTC of CUDA 12.
+# CUDA 13 begins at compute capability 7.5; what is older gets an NVRTC of CUDA 12, and
+# so does Hopper, whose kernels ask most of a compiler.
 OLD, NEW = (50, 52, 60, 61, 70, 72), (75, 80, 86, 89, 90, 100, 120)
 CAPABILITIES = (*OLD, *NEW)
 NEEDED = ("ml_dtypes", "numpy", "rich")
 COMPILERS = (
     Compiler("13.0", ("cupy-cuda13x", "nvidia-cuda-nvrtc==13.0.*", *NEEDED), NEW),
     Compiler("13", ("cupy-cuda13x", "nvidia-cuda-nvrtc==13.*", *NEEDED), NEW),
-    Compiler("12", ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12==12.*", *NEEDED), OLD),
-)
+    Compiler("12", ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12==12.*", *NEEDED),
+             (*OLD, 90)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ class Outcome:
     registers: int = 0
     stack: int = 0
     spill_stores: int = 0
+    serialized: bool = False  # each product of a warpgroup waits for the one before
 
 
 # --- The cases ------------------------------------------------------------------------
@@ -279,9 +292,49 @@ def mma_row_of(spec: KernelSpec) -> tuple[str, MmaRow] | None:
     return None
 
 
+def wgmma_tiles() -> list[WgmmaTile]:
+    """Return the tiles of `wgmma`, each with the deepest head that its row is for."""
+    found = {}
+    for row in configs.WGMMA_FORWARD:
+        depths = row.max_depth, row.max_depth_v
+        found[row.tile(*depths, row.min_keys, bool(row.banded))] = None
+    return list(found)
+
+
+def wgmma_specs(
+    gpu: DeviceInfo, tile: WgmmaTile, dtype: np.dtype, **options: Any
+) -> Iterator[KernelSpec]:
+    """Yield the kernel of a tile with some options, none if the GPU can't have it."""
+    q, v = (info(9, 1, d, dtype=dtype) for d in (tile.depth, tile.depth_v))
+    arrays = {"q": q, "k": q, "v": v}
+    if options.pop("alibi_slopes", False):
+        arrays["alibi_slopes"] = info(1, dtype=FLOAT32)
+    wanted = Options("forward", config="wgmma", **options)
+    problem = make_problem(arrays, wanted)
+    if plan_wgmma.refusal(problem, gpu):
+        return
+    problem = dataclasses.replace(problem, config=tile)
+    yield from (step.spec for step in make_plan(problem, gpu).steps)
+
+
+def wgmma_cases_for(capability: int) -> list[Case]:
+    """Return the kernels of `wgmma`: each tile with each of the options."""
+    gpu = dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=NVRTC)
+    half, other = HALVES[::-1]
+    specs: list[KernelSpec] = []
+    for tile in wgmma_tiles():
+        for options in WGMMA_OPTIONS:
+            specs += wgmma_specs(gpu, tile, half, **options)
+        specs += wgmma_specs(gpu, tile, other)
+    return [Case(spec, capability) for spec in dict.fromkeys(specs)]
+
+
 def cases_for(capability: int) -> list[Case]:
     """Return each tile that a GPU gets with no option and with all, and the passes."""
-    return simt_cases_for(capability) + mma_cases_for(capability)
+    return [
+        *simt_cases_for(capability), *mma_cases_for(capability),
+        *wgmma_cases_for(capability),
+    ]  # fmt: skip
 
 
 def simt_cases_for(capability: int) -> list[Case]:
@@ -304,10 +357,15 @@ def simt_cases_for(capability: int) -> list[Case]:
 # --- Compiling ------------------------------------------------------------------------
 
 
+def options_of(case: Case) -> tuple[tuple[str, ...], str]:
+    """Return the compiler's options for a case, and the suffix of the result."""
+    return compiler.options(case.capability, case.spec.architecture_specific)
+
+
 def compile_case(case: Case) -> Outcome:
     """Compile a case and read what the compiler says of it."""
     try:
-        flags, suffix = compiler.options(case.capability)
+        flags, suffix = options_of(case)
         if suffix != ".cubin":
             return Outcome(error=f"no machine code for {case}, only PTX")
         image = compiler._compile(
@@ -327,6 +385,7 @@ def compile_case(case: Case) -> Outcome:
         registers=number(r"Used (\d+) registers"),
         stack=number(r"(\d+) bytes stack frame"),
         spill_stores=number(r"(\d+) bytes spill stores"),
+        serialized="serialized" in image.log,
     )
 
 
@@ -340,7 +399,7 @@ def build(case: Case, folder: Path | None) -> Outcome:
     """Compile a case, or look up what came of it the last time."""
     if folder is None:
         return compile_case(case)
-    flags, _ = compiler.options(case.capability)
+    flags, _ = options_of(case)
     source = compiler.source_text(case.spec)
     key = repr((source, flags, compiler.nvrtc_version(), Outcome()))
     file = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

@@ -36,6 +36,9 @@ README = ROOT / "README.md"
 _PART = re.compile(r"<!-- (begin|end) ([\w-]+) -->")
 
 DIRECTIONS = ("forward", "backward")
+FASTEST_FIRST = configs.FAMILIES[::-1]
+# Head sizes that are tried to find the largest; the last stands for any.
+SIZES = (32, 64, 96, 128, 160, 192, 256, 320, 1024)
 # The first compute capability of each. Source: NVIDIA, "CUDA GPU Compute Capability".
 GENERATIONS = (
     (50, "Maxwell"), (60, "Pascal"), (70, "Volta"), (75, "Turing"), (80, "Ampere"),
@@ -149,14 +152,17 @@ def gpus_of(report: Mapping[str, Any]) -> list[DeviceInfo]:
 
 
 def kernels(gpus: Sequence[DeviceInfo]) -> str:
-    """Return which family and which tiles a GPU gets."""
+    """Return which family and which tiles a GPU gets, and what a family can do."""
     return "\n\n".join(
         (
             table(("compute capability", "GPUs", "dtype", "family"), families(gpus)),
+            "The first family that can serve a call is taken:",
+            table(("", *(f"`{name}`" for name in FASTEST_FIRST)), features(gpus)),
             "What decides about a tile is how much shared memory a block can have. "
             "Where there would\nbe fewer blocks than multiprocessors, or more rows in "
-            "one than in the sequence, `mma` takes\na tile with fewer rows.",
-            "<details>\n<summary>The tiles of large problems</summary>",
+            "one than in the sequence, `mma` and\n`wgmma` take a tile with fewer rows; "
+            "`wgmma` may take others with a causal mask, a window\nor few keys.",
+            "<details>\n<summary>The tiles of large problems without a mask</summary>",
             "In rows × columns of the matrix of logits, where K and V have heads of "
             "the same size:",
             table(
@@ -179,6 +185,86 @@ def families(gpus: Sequence[DeviceInfo]) -> list[tuple[str, ...]]:
         ends = dict.fromkeys((next(iter(names)), next(reversed(names))))
         rows.append((capabilities(group, gpus), " to ".join(ends), dtypes, found))
     return rows
+
+
+def features(gpus: Sequence[DeviceInfo]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of what the families can do."""
+    of_all = [Features(name, gpus) for name in FASTEST_FIRST]
+    return [
+        ("compute capability", *(each.capabilities() for each in of_all)),
+        ("dtype", *(each.dtypes() for each in of_all)),
+        ("head size", *(each.head_sizes() for each in of_all)),
+        ("backward pass", *(each.says(direction="backward") for each in of_all)),
+        ("`bias` array", *(each.says(bias=True) for each in of_all)),
+        ("`mask` array", *(each.says(mask=True) for each in of_all)),
+    ]
+
+
+class Features:
+    """What a family can do, found out by planning calls on some GPUs."""
+
+    def __init__(self, family: str, gpus: Sequence[DeviceInfo]) -> None:
+        self.family = family
+        self.gpus = gpus
+        self.serving = [g for g in gpus if any(self.can(g, t) for t in ELEMENT_TYPES)]
+
+    def can(
+        self,
+        gpu: DeviceInfo,
+        dtype: np.dtype,
+        size: int = 64,
+        direction: str = "forward",
+        **arrays: bool,
+    ) -> bool:
+        """Tell whether a call can be planned."""
+        options = Options(direction, config=self.family)
+        try:
+            Call(options, dtype, size, size, **arrays).plan(gpu)
+        except ValueError:
+            return False
+        return True
+
+    def capabilities(self) -> str:
+        """Return the GPUs for which the family is."""
+        if len(self.serving) == len(self.gpus):
+            return "any"
+        if not self.serving:
+            return "none"
+        return capabilities(self.serving, self.gpus)
+
+    def dtypes(self) -> str:
+        """Return the dtypes that it has, and where only some GPUs have one."""
+        words = []
+        for dtype, element in ELEMENT_TYPES.items():
+            having = [gpu for gpu in self.serving if self.can(gpu, dtype)]
+            where = f" from {dotted(having[0].compute_capability)}" if having else ""
+            if having:
+                words.append(element.name + where * (having != self.serving))
+        if words == [element.name for element in ELEMENT_TYPES.values()]:
+            return "any"
+        return ", ".join(words) or "none"
+
+    def head_sizes(self) -> str:
+        """Return the largest head, and of which dtypes it is another one."""
+        words = []
+        for dtype, element in ELEMENT_TYPES.items():
+            found = [s for s in SIZES if any(self.can(g, dtype, s) for g in self.gpus)]
+            if found:
+                largest = "any" if found[-1] == SIZES[-1] else f"up to {found[-1]}"
+                words.append((largest, element.name))
+        usual = words[0][0] if words else "none"
+        others = [f"{size} in {name}" for size, name in words if size != usual]
+        return ", ".join((usual, *others))
+
+    def says(self, direction: str = "forward", **arrays: bool) -> str:
+        """Return whether a kind of call can be served on every GPU of the family."""
+        can = {
+            self.can(gpu, dtype, direction=direction, **arrays)
+            for gpu in self.serving
+            for dtype in ELEMENT_TYPES
+            if self.can(gpu, dtype)
+        }
+        return "yes" if can == {True} else "no" if can == {False} else "in part"
 
 
 def tiles(gpus: Sequence[DeviceInfo]) -> list[tuple[str, ...]]:
@@ -220,7 +306,8 @@ def family_of(gpu: DeviceInfo, dtype: np.dtype) -> str:
     """Return the families that calls get on a GPU."""
     sizes = configs.head_dim_buckets()
     plans = [plan(gpu, dtype, s, direction) for s in sizes for direction in DIRECTIONS]
-    return ", ".join(sorted({f"`{each.family}`" for each in plans}))
+    found = {each.family for each in plans}
+    return ", ".join(f"`{name}`" for name in FASTEST_FIRST if name in found)
 
 
 def tiles_of(gpu: DeviceInfo, dtype: np.dtype) -> tuple[tuple[str, ...], ...]:

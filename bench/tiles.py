@@ -18,10 +18,12 @@ from cupy_flash.aot import Call
 from cupy_flash.configs import (
     MMA_BACKWARD,
     MMA_FORWARD,
+    WGMMA_FORWARD,
     MmaRow,
     MmaTile,
     SimtTile,
     Tile,
+    WgmmaTile,
 )
 from cupy_flash.device import CuPyDevice, DeviceInfo, current_device
 from cupy_flash.dtypes import accumulator, parse_dtype
@@ -37,8 +39,16 @@ from .workloads import ITEMSIZE, Case
 # Each candidate is compiled, which takes seconds.
 MOST = 12
 MOST_OF_MMA = 24
+MOST_OF_WGMMA = 32
 # What a thread can have for sums.
 REGISTERS = 256
+# Registers of a thread of each warpgroup of a multiprocessor, together and at most; and
+# what the one that loads keeps, and what is needed beside sums and weights.
+OF_WARPGROUPS, OF_ONE, OF_LOADING, BESIDE = 512, 232, 32, 16
+# Stages of `wgmma` beyond which the loads aren't what is waited for.
+STAGES = 4
+# Its elements have two bytes, whichever of the two dtypes it is.
+HALF = np.dtype(np.float16)
 # Further tiles worth measuring with their largest head, whatever the table has.
 ALSO_FORWARD = (
     MmaRow(2, 64, 64, 64, warps=4, stages=2, blocks=3),
@@ -50,8 +60,6 @@ ALSO_BACKWARD = (
     MmaRow(2, 256, 32, 64, warps=8, stages=2, across=4),
     MmaRow(2, 256, 64, 64, warps=8, stages=2, across=2),
 )
-# Families whose tables are made of these results.
-FAMILIES = ("mma", "simt")
 # Shared memory that a block takes beside its own.
 RESERVED = 1024
 
@@ -82,18 +90,16 @@ def planned(case: Case, gpu: DeviceInfo, config: Any, direction: str) -> Call:
     )  # fmt: skip
 
 
-def chosen(case: Case, gpu: DeviceInfo, families: Sequence[str] = FAMILIES) -> Tile:
-    """Return the tile that a case gets of the first family that can serve it."""
-    for family in families:
-        try:
-            plan = planned(case, gpu, family, case.direction).plan(gpu)
-        except ValueError:
-            continue
-        # Where the sums of dq would take too much, it has a kernel of its own.
-        kernels = ("forward", "backward", "backward_dkdv")
-        (tile,) = (s.spec.tile for s in plan.steps if s.spec.kernel in kernels)
-        return tile
-    raise AssertionError("the last family takes everything")
+def chosen(case: Case, gpu: DeviceInfo, family: str) -> Tile | None:
+    """Return the tile that a case gets of a family, None if that can't serve it."""
+    try:
+        plan = planned(case, gpu, family, case.direction).plan(gpu)
+    except ValueError:
+        return None
+    # Where the sums of dq would take too much, it has a kernel of its own.
+    kernels = ("forward", "backward", "backward_dkdv")
+    (tile,) = (s.spec.tile for s in plan.steps if s.spec.kernel in kernels)
+    return tile
 
 
 def simt_candidates(case: Case, gpu: DeviceInfo) -> list[SimtTile]:
@@ -103,7 +109,7 @@ def simt_candidates(case: Case, gpu: DeviceInfo) -> list[SimtTile]:
     then two of those that decide occupancy.
     """
     gpu = limited(case, gpu)
-    base = chosen(case, gpu, ("simt",))
+    base = chosen(case, gpu, "simt")
     found = dict.fromkeys([base, *neighbours(base, case)])
     return [
         tile
@@ -154,7 +160,7 @@ def mma_candidates(case: Case, gpu: DeviceInfo) -> list[MmaTile]:
     tiles = mma_tiles(table, case, gpu)
     if not tiles:
         return []
-    base = chosen(case, gpu, ("mma",))
+    base = chosen(case, gpu, "mma")
     others = [fitting_depths(other, case) for other in mma_neighbours(base, case)]
     # The table's other tiles are for less shared memory or, which is of interest only
     # where the first one isn't the choice, for few blocks.
@@ -257,9 +263,95 @@ def sums_of_a_thread(tile: MmaTile, case: Case, dtype: np.dtype) -> float:
     return tile.rows * channels / tile.threads * accumulator(dtype).itemsize / 4
 
 
-def candidates(case: Case, gpu: DeviceInfo) -> list[Tile]:
-    """Return tiles of the family that a case gets by itself."""
-    return [*mma_candidates(case, gpu)] or [*simt_candidates(case, gpu)]
+def wgmma_candidates(case: Case, gpu: DeviceInfo) -> list[WgmmaTile]:
+    """Return Hopper's tiles worth measuring for a case, the one in use first.
+
+    None if the family can't serve the case, or if it is to be as on a smaller GPU.
+    """
+    base = None if case.shared_memory else chosen(case, gpu, "wgmma")
+    if base is None:
+        return []
+    rows = [
+        row
+        for row in WGMMA_FORWARD
+        if case.head_dim <= row.max_depth and case.head_dim_v <= row.max_depth_v
+    ]
+    # Those that follow are for larger heads.
+    limits = rows[0].max_depth, rows[0].max_depth_v
+    tiles = [
+        row.tile(case.head_dim, case.head_dim_v, row.min_keys, bool(row.banded))
+        for row in rows
+        if (row.max_depth, row.max_depth_v) == limits
+    ]
+    found = dict.fromkeys([base, *tiles, *wgmma_neighbours(base, gpu)])
+    kept = [tile for tile in found if tile == base or wgmma_sensible(tile, case, gpu)]
+    return kept[:MOST_OF_WGMMA]
+
+
+def wgmma_neighbours(tile: WgmmaTile, gpu: DeviceInfo) -> Iterator[WgmmaTile]:
+    """Yield tiles that differ in shape, pipelining, or in whose turn it is.
+
+    The more likely ones come first.
+    """
+    turns = (tile.ping_pong, not tile.ping_pong)
+    for ping_pong in turns:
+        yield from staged(tile, gpu, ping_pong=ping_pong)
+    steps = (16, -16, 32, -32)
+    shapes = [(tile.consumers, tile.columns + step) for step in steps]
+    others = [n for n in (1, 2, 3, 4) if n != tile.consumers]
+    others.sort(key=lambda n: abs(n - tile.consumers))
+    for consumers in others:
+        # As many logits, then as many keys.
+        same = tile.consumers * tile.columns // consumers // 16 * 16
+        columns = dict.fromkeys((same, tile.columns, same + 16, same - 16))
+        shapes += [(consumers, n) for n in columns]
+    for ping_pong, (consumers, columns) in itertools.product(turns, shapes):
+        changes = {"consumers": consumers, "columns": columns, "ping_pong": ping_pong}
+        yield from staged(tile, gpu, **changes)[:1]
+
+
+def staged(tile: WgmmaTile, gpu: DeviceInfo, **changes: int) -> list[WgmmaTile]:
+    """Return a changed tile with as many stages as fit, then with fewer.
+
+    One alone loads nothing meanwhile. None if it can't be, as only several consumers
+    can take turns.
+    """
+    made = dataclasses.replace(tile, **changes)
+    if made.ping_pong and made.consumers == 1:
+        return []
+    each = [dataclasses.replace(made, stages=n) for n in range(STAGES, 1, -1)]
+    return [
+        one
+        for one in each
+        if not one.fault(HALF)
+        and one.shared_memory("forward", HALF, Variant()) <= gpu.shared_memory
+    ]
+
+
+def wgmma_sensible(tile: WgmmaTile, case: Case, gpu: DeviceInfo) -> bool:
+    """Tell whether the kernels take a tile and have room for it."""
+    if tile.fault(parse_dtype(case.dtype)):
+        return False
+    registers = min(OF_ONE, (OF_WARPGROUPS - OF_LOADING) // tile.consumers)
+    # S, O, and the weights of one tile of keys and the next in halves.
+    sums = tile.columns / 2 + tile.depth_v / 2 + 2 * tile.columns / 4
+    return shared_memory(tile, case) <= gpu.shared_memory and sums + BESIDE <= registers
+
+
+# From the fastest family to the one that takes everything.
+CANDIDATES: dict[str, Callable[[Case, DeviceInfo], Sequence[Tile]]] = {
+    "wgmma": wgmma_candidates,
+    "mma": mma_candidates,
+    "simt": simt_candidates,
+}
+
+
+def candidates(case: Case, gpu: DeviceInfo, family: str | None = None) -> list[Tile]:
+    """Return tiles of a family, or of the one that a case gets by itself."""
+    for found in (CANDIDATES[name](case, gpu) for name in CANDIDATES):
+        if found and family in (None, found[0].family):
+            return [*found]
+    return []
 
 
 # --- Measuring them -------------------------------------------------------------------
@@ -319,20 +411,26 @@ def asking(device: CuPyDevice, needed: int, asked: int) -> Iterator[None]:
         del device.launch
 
 
-def peers(case: Case, gpu: DeviceInfo | None = None) -> list[Peer]:
-    """Return the tile that a case gets and, beside it, each candidate."""
-    tiles = candidates(case, gpu or current_device().info)
+def peers(
+    case: Case, family: str | None = None, gpu: DeviceInfo | None = None
+) -> list[Peer]:
+    """Return the tile that a case gets and, beside it, each candidate of a family."""
+    gpu = gpu or current_device().info
     make = CuPyFlash if case.shared_memory is None else Limited
-    return [make(config=tiles[0], name=OURS), *(make(config=tile) for tile in tiles)]
+    return [
+        make(config=candidates(case, gpu)[0], name=OURS),
+        *(make(config=tile) for tile in candidates(case, gpu, family)),
+    ]
 
 
-def kernels(cases: Iterable[Case], gpu: DeviceInfo) -> list[KernelSpec]:
+def kernels(
+    cases: Iterable[Case], gpu: DeviceInfo, family: str | None = None
+) -> list[KernelSpec]:
     """Return the kernels of all candidates of some cases."""
     specs: list[KernelSpec] = []
     for case in cases:
-        calls = [
-            planned(case, gpu, tile, case.direction) for tile in candidates(case, gpu)
-        ]
+        tiles = [candidates(case, gpu)[0], *candidates(case, gpu, family)]
+        calls = [planned(case, gpu, tile, case.direction) for tile in tiles]
         if case.direction != "forward":
             calls.append(planned(case, gpu, None, "forward"))
         for call in calls:
@@ -341,14 +439,16 @@ def kernels(cases: Iterable[Case], gpu: DeviceInfo) -> list[KernelSpec]:
     return list(dict.fromkeys(specs))
 
 
-def precompile(cases: Iterable[Case], gpu: DeviceInfo | None = None) -> int:
+def precompile(
+    cases: Iterable[Case], family: str | None = None, gpu: DeviceInfo | None = None
+) -> int:
     """Put the kernels of some cases into the cache, in a process for each core.
 
     Else the time of a run would go to compiling one after the other. Returns how many
     there are.
     """
     gpu = gpu or current_device().info
-    specs = kernels(cases, gpu)
+    specs = kernels(cases, gpu, family)
     context = multiprocessing.get_context("spawn")
     workers = max(1, min(os.cpu_count() or 1, len(specs)))
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

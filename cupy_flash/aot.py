@@ -233,7 +233,7 @@ def _specs(
 
 
 def _with_tiles_of_wgmma(call: Call, device: DeviceInfo) -> Iterator[Call]:
-    """Yield the call with each tile that some size of it gets, in the family `wgmma`."""
+    """Yield the call with each tile of `wgmma` that some size of it gets."""
     if call.options.config is None and call.plan(device).family == "wgmma":
         for tile in configs.wgmma_tiles(call.head_dim, call.head_dim_v):
             yield replace(call, options=call.options._replace(config=tile))

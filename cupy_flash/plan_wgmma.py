@@ -51,11 +51,12 @@ def refusal(problem: Problem, device: DeviceInfo) -> str:
             f"the batch has more than {_MAX_BATCH_AXES} axes that can't be merged, "
             "more than a tensor map has room for"
         )
-    out = problem.operand("out")
-    if needs_copy(out):
+    # Stores of a row that ends inside 16 bytes would overwrite what follows.
+    row = problem.head_dim_v * problem.dtype.itemsize
+    if needs_copy(problem.operand("out")) or row % _WIDTH:
         return (
             "out can't be written by tensor maps: its channels must lie side by side "
-            "and its rows start at multiples of 16 bytes"
+            "and its rows start and end at multiples of 16 bytes"
         )
     return ""
 

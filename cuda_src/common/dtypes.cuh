@@ -27,6 +27,11 @@ struct AccumulatorOf<double> {
 template <class Element>
 using Accumulator = typename AccumulatorOf<Element>::Type;
 
+template <class Element>
+constexpr bool kIsFp16 = false;
+template <>
+constexpr bool kIsFp16<fp16> = true;
+
 template <class Real>
 struct Constants;
 

@@ -3,7 +3,8 @@
 // A tensor map, made on the host, describes an array in global memory and the box that one
 // instruction moves. A box lies in shared memory densely, innermost axis first, with 128-byte
 // swizzle: bits 7 to 9 of an address are added modulo two to bits 4 to 6. Coordinates may be
-// outside the array: zeros are loaded there, nothing is stored.
+// outside the array, and negative for a load: zeros are loaded there, nothing is stored. A row of
+// the box begins at a multiple of 16 bytes.
 //
 // One thread starts a copy. Compute capability 9.0 and later.
 #pragma once

@@ -50,11 +50,6 @@ CUPY_FLASH_DEVICE void wgmma_wait() {
 }
 
 // Elements are fp16, or else bf16.
-template <class Element>
-constexpr bool kIsFp16 = false;
-template <>
-constexpr bool kIsFp16<fp16> = true;
-
 // CUPY_FLASH_n(X) is X(1) to X(n - 1).
 // clang-format off
 #define CUPY_FLASH_8(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7)

@@ -101,9 +101,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
     own.skipped = uniform(own.skipped);
     return uniform(work->row0) >= 0;
   };
-  // Factors of what the products are, and of what is exponentiated.
   const float to_exponent = Logits<Traits>::to_exponent(params);
-  const float to_logit = Logits<Traits>::to_logit(params);
   // Tiles that the block visits, but no row of this group sees.
   const auto skip = [&](int count) {
 #pragma unroll 1
@@ -119,7 +117,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
   Sums<kO> o = {};
   const auto finish = [&](const Work<Traits>& of, const Softmax<Element>& softmax) {
     if constexpr (Traits::kOutputApart) shared.out_pipeline.wait_empty(out_slot);
-    write_output<Traits>(params, shared.ends.out(out_slot.stage), of, group, o, softmax, to_logit);
+    write_output<Traits>(params, shared.ends.out(out_slot.stage), of, group, o, softmax);
     __syncwarp();  // all lanes have written, and need the work no more
     shared.out_pipeline.publish(out_slot);
     out_slot.advance();

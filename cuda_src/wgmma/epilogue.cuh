@@ -16,8 +16,7 @@ CUPY_FLASH_DEVICE void group_barrier(int group) { ptx::named_barrier(1 + group, 
 template <class Traits, class TileO, int kO>
 CUPY_FLASH_DEVICE void write_output(const Params<Traits::kBatchAxes>& params, TileO& out,
                                     const Work<Traits>& work, int group, const Sums<kO>& o,
-                                    const Softmax<typename Traits::Element>& softmax,
-                                    float to_logit) {
+                                    const Softmax<typename Traits::Element>& softmax) {
   using Element = typename Traits::Element;
   const mma::Lane lane;
   const int row = group * kGroupRows + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane.g;
@@ -30,7 +29,7 @@ CUPY_FLASH_DEVICE void write_output(const Params<Traits::kBatchAxes>& params, Ti
     const bool empty = sum == 0 || query >= work.seqlen.q;
     if (params.lse != nullptr && lane.t == 0 && query < params.seqlen_q) {
       lse.data[query * lse.stride] =
-          empty ? -Constants<float>::infinity() : softmax.log_sum(half, sum, to_logit);
+          empty ? -Constants<float>::infinity() : softmax.log_sum(half, sum);
     }
     const float inverse = 1 / sum;
 #pragma unroll

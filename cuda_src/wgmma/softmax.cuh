@@ -18,7 +18,7 @@ class Softmax {
  public:
   float sum[2];  // of this lane's exponentials; the row's sum is taken once, at the end
 
-  CUPY_FLASH_DEVICE Softmax() : careful_(kAlways), huge_(false) {
+  CUPY_FLASH_DEVICE Softmax() : settled_(false), huge_(false) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = 0;
@@ -27,10 +27,12 @@ class Softmax {
     }
   }
 
-  // The logarithm of the sum of a row's exponentials, given what `sum` adds up to.
-  CUPY_FLASH_DEVICE float log_sum(int half, float row_sum, float to_logit) const {
+  // The logarithm of the sum of a row's exponentials, given what `sum` adds up to. It begins from
+  // the shift as it was rounded, because that is what was taken off.
+  CUPY_FLASH_DEVICE float log_sum(int half, float row_sum) const {
     constexpr float kLn2 = 0.693147180559945309417f;
-    return reference_[half] * to_logit + (log_of(row_sum) + kHeadroom * kLn2);
+    constexpr float kFull = kNarrow ? 1 << 4 : 1 << 20;  // 2^kHeadroom
+    return (shift_[half] - kHeadroom) * kLn2 + log_of(row_sum * kFull);
   }
 
   // Turns logits into exponentials; `to_exponent` is the factor from their unit to a base-2
@@ -40,27 +42,24 @@ class Softmax {
                                 float (&rescale)[2]) {
     float part[2];
     bool moved = false;
-    if (careful_ == 0) {
-      exponentials<kN>(s, p, part, to_exponent);
+    bool repeat = !settled_;
+    if (settled_) {
+      exponentials<kN>(s, p, part, to_exponent, shift_);
       const bool fits = max_of(part[0], part[1]) <= kMost;  // false of NaN
-      if (__any_sync(kAllLanes, !fits)) careful_ = kPatience;
+      repeat = __any_sync(kAllLanes, !fits);
     }
-    if (careful_ != 0) {
+    if (repeat) {
       float most[2];
       row_maxima<kN>(s, most);
       const bool moves = (most[0] - reference_[0]) * to_exponent > kSlack ||
                          (most[1] - reference_[1]) * to_exponent > kSlack;
-      if (__any_sync(kAllLanes, moves)) {
-        moved = move_references(most, to_exponent, rescale);
-      } else if (careful_ != kAlways) {
-        --careful_;
-      }
-      float factor = to_exponent;
+      if (__any_sync(kAllLanes, moves)) moved = move_references(most, to_exponent, rescale);
       if (huge_) {
         subtract<kN>(s, to_exponent);
-        factor = 1;
+        exponentials<kN>(s, p, part, 1, {0, 0});
+      } else {
+        exponentials<kN>(s, p, part, to_exponent, shift_);
       }
-      exponentials<kN>(s, p, part, factor);
     }
     sum[0] += part[0];
     sum[1] += part[1];
@@ -69,33 +68,30 @@ class Softmax {
 
  private:
   // Exponentials begin this far below 1, as powers of 2, and a lane's sum of a tile may reach kMost
-  // before the reference moves: the maximum of a row grows that much for nothing. fp16 has
-  // little room for weights; in bf16 and float it is the room for values of any size that counts.
-  static constexpr bool kNarrow = ptx::kIsFp16<Element>;
+  // before the reference moves: the maximum of a row may grow that much for nothing. Weights in
+  // fp16 have little room below 1. In bf16 sums of values up to 2^85 have room for such weights;
+  // further below 1 exponents would have fewer digits.
+  static constexpr bool kNarrow = kIsFp16<Element>;
   static constexpr float kHeadroom = kNarrow ? 4 : 20;
-  static constexpr float kMost = kNarrow ? 1 << 15 : 1 << 20;
+  static constexpr float kMost = kNarrow ? 1 << 15 : 1 << 30;
   // Where the maximum is looked at, it may grow by this exponent before the reference follows.
   static constexpr float kSlack = 8;
-  // Data that moves a reference once is likely to do it again, and what is taken back costs time:
-  // so many tiles are looked at first.
-  static constexpr int kPatience = 6;
-  static constexpr int kAlways = -1;
 
   float reference_[2];
-  float shift_[2];  // the exponent that exponentials are relative to; 0 if it is taken off before
-  int careful_;     // tiles for which to look at the maximum first, or kAlways
-  bool huge_;       // the reference of some row of the warp is
+  float shift_[2];  // the exponent that exponentials are relative to
+  bool settled_;    // all rows of the warp have a reference, and none is huge
+  bool huge_;       // some is
 
   template <int kN>
-  CUPY_FLASH_DEVICE void exponentials(const Sums<kN>& s, Weights<kN>& p, float (&part)[2],
-                                      float factor) const {
+  CUPY_FLASH_DEVICE static void exponentials(const Sums<kN>& s, Weights<kN>& p, float (&part)[2],
+                                             float factor, const float (&shift)[2]) {
     part[0] = part[1] = 0;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float low = exp2_of(fma_of(s[0][j][2 * half], factor, -shift_[half]));
-        const float high = exp2_of(fma_of(s[0][j][2 * half + 1], factor, -shift_[half]));
+        const float low = exp2_of(fma_of(s[0][j][2 * half], factor, -shift[half]));
+        const float high = exp2_of(fma_of(s[0][j][2 * half + 1], factor, -shift[half]));
         part[half] += low;
         part[half] += high;
         p[j / 2][j % 2 * 2 + half] = mma::narrow_pair(low, high, Element{});
@@ -133,36 +129,33 @@ class Softmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float before = reference_[half];
+      const float shift_before = shift_[half];
       // Not true if both are -inf.
       const bool moves = (most[half] - before) * to_exponent > kSlack;
       const float after = moves ? most[half] : before;
-      const bool huge = mma::is_huge(before, to_exponent) || mma::is_huge(after, to_exponent);
-      const float exponent =
-          huge ? (before - after) * to_exponent : before * to_exponent - after * to_exponent;
-      rescale[half] = moves ? exp2_of(exponent) : 1.0f;
-      sum[half] *= rescale[half];
-      reference_[half] = after;
       // If a row has seen no key yet, -inf - (-inf) would be NaN.
       const bool none = after == -Constants<float>::infinity();
+      reference_[half] = after;
       shift_[half] = none ? 0.0f : after * to_exponent + kHeadroom;
-      moved = moved || (moves && !(before == -Constants<float>::infinity()));
+      const bool huge = mma::is_huge(before, to_exponent) || mma::is_huge(after, to_exponent);
+      const float exponent = huge ? (before - after) * to_exponent : shift_before - shift_[half];
+      const bool known = !(before == -Constants<float>::infinity());
+      rescale[half] = !moves ? 1.0f : known ? exp2_of(exponent) : 0.0f;
+      sum[half] *= rescale[half];
+      moved = moved || (moves && known);
       some_huge = some_huge || mma::is_huge(after, to_exponent);
       unknown = unknown || none;
     }
     moved = __any_sync(kAllLanes, moved);
-    careful_ = moved ? kPatience : 0;
-    huge_ = false;
-    if (__any_sync(kAllLanes, some_huge || unknown)) {
-      careful_ = kAlways;
-      huge_ = __any_sync(kAllLanes, some_huge);
-    }
+    settled_ = !__any_sync(kAllLanes, some_huge || unknown);
+    huge_ = !settled_ && __any_sync(kAllLanes, some_huge);
     return moved;
   }
 
   // Turns logits into exponents. Where the rounding of a huge shift is too coarse, logits are
   // subtracted first, so that equal ones of any size give exactly 1.
   template <int kN>
-  CUPY_FLASH_DEVICE void subtract(Sums<kN>& s, float to_exponent) {
+  CUPY_FLASH_DEVICE void subtract(Sums<kN>& s, float to_exponent) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool exact = mma::is_huge(reference_[half], to_exponent);
@@ -175,7 +168,6 @@ class Softmax {
                     : fma_of(x, to_exponent, -shift_[half]);
         }
       }
-      shift_[half] = 0;
     }
   }
 };

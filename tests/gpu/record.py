@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,17 @@ from typing import Any
 import pytest
 
 from bench.machine import ROOT, describe_machine, source_sha256
+from cupy_flash.configs import FAMILIES
 
 RECORD = ROOT / "bench" / "results" / "gpu-tests.json"
 GPU_TESTS = "tests/gpu"
 # The folders whose tests are counted.
 COUNTED = (GPU_TESTS, "tests/real")
 OUTCOMES = ("passed", "failed", "skipped", "xfailed")
+# Where a test's name says with which kernel family it was run.
+_FAMILY = re.compile(
+    rf"[\[-]({'|'.join(FAMILIES)})[\]-]|/test_({'|'.join(FAMILIES)})\.py"
+)
 
 
 class Recorder:
@@ -32,6 +38,7 @@ class Recorder:
         self.config = config
         self.start = time.monotonic()
         self.outcomes: dict[str, str] = {}  # by node id
+        self.reasons: dict[str, str] = {}  # of those that were skipped
         self.precompiled: dict[str, Any] = {}
         self.deselected = 0
         self.not_collected = 0
@@ -59,6 +66,9 @@ class Recorder:
             self.outcomes[report.nodeid] = (
                 "xfailed" if hasattr(report, "wasxfail") else "skipped"
             )
+            if isinstance(report.longrepr, (tuple, list)):
+                reason = str(report.longrepr[-1]).removeprefix("Skipped: ")
+                self.reasons[report.nodeid] = reason
         elif report.when == "call" and before is None:
             self.outcomes[report.nodeid] = "passed"
 
@@ -100,8 +110,13 @@ class Recorder:
     def record(self, whole: bool) -> dict[str, Any]:
         """Return the record of what has run so far."""
         files: dict[str, collections.Counter[str]] = {}
+        families: dict[str, collections.Counter[str]] = {}
         for node, outcome in self.outcomes.items():
             files.setdefault(self._file(node), collections.Counter())[outcome] += 1
+            if found := _FAMILY.search(node):
+                name = found[1] or found[2]
+                families.setdefault(name, collections.Counter())[outcome] += 1
+        skips = collections.Counter(self.reasons.values())
         total = sum(files.values(), collections.Counter())
         now = datetime.datetime.now(datetime.timezone.utc)
         arguments = self._arguments()
@@ -114,10 +129,9 @@ class Recorder:
             "duration_s": round(time.monotonic() - self.start, 1),
             **self.precompiled,
             "source_sha256": source_sha256(),
-            "files": {
-                name: {o: files[name][o] for o in OUTCOMES if files[name][o]}
-                for name in sorted(files)
-            },
+            "files": _counts(files),
+            "families": _counts(families),
+            "skips": {reason: skips[reason] for reason in sorted(skips)},
         }
 
     def _is_whole(self, session: pytest.Session, exitstatus: int) -> bool:
@@ -161,3 +175,11 @@ class Recorder:
             else:
                 arguments.append(argument)
         return arguments
+
+
+def _counts(each: dict[str, collections.Counter[str]]) -> dict[str, dict[str, int]]:
+    """Return how many tests came out how, in each group."""
+    return {
+        name: {o: each[name][o] for o in OUTCOMES if each[name][o]}
+        for name in sorted(each)
+    }

@@ -46,7 +46,10 @@ Config = One | tuple[One, One]
 # Families that have no backward pass: it is left to the library.
 FORWARD_ONLY = ("wgmma",)
 # What an error says of a family or a tile that the call can't have on this GPU.
-_REFUSALS = ("can't be had", "doesn't fit")
+_REFUSALS = (
+    "can't be had", "doesn't fit", "from compute capability",
+    "is for compute capability", "needs NVRTC",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,11 @@ def run(
         inputs, both(config), gradients, given or {},
         {"deterministic": deterministic, **extra},
     )  # fmt: skip
+
+
+def usual_dtype(family: str) -> str:
+    """Return float32, or bfloat16 for a family that doesn't have it."""
+    return "bfloat16" if family == "wgmma" else "float32"
 
 
 def both(config: Config) -> tuple[One, One]:
@@ -319,7 +327,7 @@ def specs(case: Case, config: Config, device: str) -> Iterator[KernelSpec]:
     ValueError
         If the family or tile can't serve the case there.
     """
-    inputs = make(case)
+    inputs = _arrays_to_plan_with(case)
     arrays = inputs.arrays
     q, k, v = (arrays.pop(name) for name in "qkv")
     del arrays["dout"]
@@ -341,6 +349,10 @@ def specs(case: Case, config: Config, device: str) -> Iterator[KernelSpec]:
     for plan in plans:
         for step in plan.steps:
             yield step.spec
+
+
+# The next family and the next tile ask for the same ones.
+_arrays_to_plan_with = functools.lru_cache(maxsize=1)(make)
 
 
 def specs_of_parameters(

@@ -3,7 +3,8 @@
     python -m tests.gpu.sanitize
     python -m tests.gpu.sanitize --tool memcheck,racecheck
 
-Every kernel family forward and backward, in every dtype, with sizes that fill no tile.
+Every kernel family forward and, if it can, backward, in every dtype that it has, with
+sizes that fill no tile.
 Kernels are compiled before, without the sanitizer, and the tools run side by side. What
 they found goes to bench/results/sanitizer.json if all tools ran to their end. The exit
 code is 1 if one found something, or didn't.
@@ -35,7 +36,7 @@ from cupy_flash.dtypes import parse_dtype
 from cupy_flash.spec import KernelSpec
 
 from ..cases import Case, make
-from .running import Config, cp, has_atomics, is_refusal, specs, to_gpu
+from .running import Config, both, cp, has_atomics, is_refusal, specs, to_gpu
 
 RESULT = ROOT / "bench" / "results" / "sanitizer.json"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -72,6 +73,18 @@ _LONG = (
 )  # fmt: skip
 
 
+# What `wgmma` takes of all options, in each of its tiles; then so many tiles of queries
+# that blocks take several.
+_FORWARD = Case(
+    "forward", "bfloat16", sq=203, sk=333, causal=True, window=(90, 7), softcap=3.0,
+    alibi="heads", q_lengths=(203, 71), k_lengths=(77, 333), gradients=False,
+)  # fmt: skip
+_MANY = Case(
+    "many", "float16", (3,), sq=83, sk=150, hq=48, hkv=16, d=40, causal=True,
+    gradients=False,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Found:
     """What a tool found.
@@ -104,6 +117,11 @@ def grid() -> Iterator[tuple[Case, Config]]:
         case = replace(_PLAIN, dtype=dtype, d=size)
         tables = configs.MMA_FORWARD, configs.MMA_BACKWARD
         yield case, tuple(first(table, dtype, size) for table in tables)
+    for row in configs.WGMMA_FORWARD:
+        d, dv = row.max_depth, row.max_depth_v
+        tile = row.tile(d, dv, max(row.min_keys, _FORWARD.sk), bool(row.banded))
+        yield replace(_FORWARD, d=d - 8, dv=dv - 8), tile
+    yield _MANY, "wgmma"
 
 
 def first(table: Sequence[MmaRow], dtype: str, head_dim: int) -> configs.MmaTile:
@@ -121,14 +139,9 @@ def kernels(device: str) -> list[KernelSpec]:
             try:
                 found |= dict.fromkeys(specs(one, config, device))
             except ValueError as error:
-                if not refused(error):
+                if not is_refusal(error):
                     raise
     return list(found)
-
-
-def refused(error: ValueError) -> bool:
-    """Whether an error says that the GPU can't do what ``config=`` asks for."""
-    return is_refusal(error) or "from compute capability" in str(error)
 
 
 def run_all() -> int:
@@ -147,16 +160,18 @@ def run(case: Case, config: Config) -> int:
     q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
     dlse = arrays.pop("dlse", None)
     options = inputs.scalars | arrays
-    of_forward, of_backward = config if isinstance(config, tuple) else (config,) * 2
+    of_forward, of_backward = both(config)
     try:
         out, lse = flash_attention(
             q, k, v, **options, return_lse=True, config=of_forward
         )
     except ValueError as error:
-        if not refused(error):
+        if not is_refusal(error):
             raise
         return 0
     calls = 1
+    if of_backward is None or not case.gradients:
+        return calls
     for deterministic in (True, False) if has_atomics(config) else (True,):
         try:
             flash_attention_backward(
@@ -165,7 +180,7 @@ def run(case: Case, config: Config) -> int:
                 deterministic=deterministic,
             )  # fmt: skip
         except ValueError as error:
-            if not refused(error):
+            if not is_refusal(error):
                 raise
         else:
             calls += 1

@@ -44,6 +44,7 @@ from .running import (
     run,
     run_backward,
     to_gpu,
+    usual_dtype,
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -172,9 +173,8 @@ HIDDEN: tuple[tuple[Case, Index, Index], ...] = (
 def test_past_the_lengths_all_is_zero(name: str, value: float, family: str) -> None:
     """Whatever the valid part holds, with no other option that hides anything."""
     q_length, k_length = 5, 7
-    inputs = make(
-        Case("short", q_lengths=(q_length, q_length), k_lengths=(k_length, k_length))
-    )
+    lengths = {"q_lengths": (q_length, q_length), "k_lengths": (k_length, k_length)}
+    inputs = make(Case("short", usual_dtype(family), **lengths))
     {"k": inputs.k, "v": inputs.v, "dout": inputs.dout}[name][:, 0] = value
     results = run(inputs, family)
     for key, length in (
@@ -190,12 +190,11 @@ def test_past_the_lengths_all_is_zero(name: str, value: float, family: str) -> N
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_that_is_seen_shows(causal: bool, family: str) -> None:
     """A NaN in a key that every row sees is not turned into a wrong number."""
-    inputs = make(Case("seen", sq=40, sk=40, causal=causal))
+    inputs = make(Case("seen", usual_dtype(family), sq=40, sk=40, causal=causal))
     inputs.k[:, 0] = np.nan
     results = run(inputs, family)
-    assert np.isnan(results["out"]).all()
-    assert np.isnan(results["lse"]).all()
-    assert np.isnan(results["dv"]).all()
+    for name in ("out", "lse", "dv"):
+        assert np.isnan(results[name].astype(np.float64)).all(), name
 
 
 @families
@@ -216,11 +215,12 @@ def test_lowest_float64_in_a_bias_of_float32_arrays(family: str) -> None:
 @pytest.mark.parametrize("scale", [1e-37, 1e-40, 5e-324])
 def test_scales_next_to_zero(scale: float, family: str) -> None:
     """Gradients of q and k may be flushed to 0, since they are subnormal numbers."""
-    inputs = make(Case("tiny", sq=20, sk=30)).with_options(scale=scale)
+    inputs = make(Case("tiny", usual_dtype(family), sq=20, sk=30))
+    inputs = inputs.with_options(scale=scale)
     results = run(inputs, family)
     compare({name: results[name] for name in ("out", "lse", "dv")}, expect(inputs))
-    assert not np.any(np.abs(results["dq"]) > 1e-35)
-    assert not np.any(np.abs(results["dk"]) > 1e-35)
+    for name in ("dq", "dk"):
+        assert not np.any(np.abs(results[name].astype(np.float64)) > 1e-35), name
 
 
 @families
@@ -478,7 +478,10 @@ def test_ragged_sizes(case: Case, family: str) -> None:
 
 
 @families
-@over(Case("softcap", **SMALL, sq=100, sk=100, causal=True, softcap=1.0))
+@over(
+    Case("softcap", **SMALL, sq=100, sk=100, causal=True, softcap=1.0),
+    Case("softcap", "bfloat16", sq=100, sk=100, causal=True, softcap=1.0),
+)
 def test_softcap_leaks_no_future(case: Case, family: str) -> None:
     inputs = make(case)
     inputs.v[:, 50:] = 1e4
@@ -506,7 +509,7 @@ def test_alibi_is_a_bias_of_distances(case: Case, slopes: str, family: str) -> N
 
 
 @families
-@over(Case("window", **SMALL))
+@over(Case("window", **SMALL), Case("window", "bfloat16"))
 def test_unlimited_windows(case: Case, family: str) -> None:
     inputs = make(case)
     whole = check(inputs, family)
@@ -553,7 +556,11 @@ def test_heads_that_form_no_groups(hq: int, hkv: int, layout: str) -> None:
         for layout in ("bshd", "bhsd")
         for batch, sq, sk in (((2,), 5, 0), ((2,), 0, 5), ((0,), 5, 5), ((), 0, 0))
         for causal in (False, True)
-    )
+    ),
+    *(
+        Case(f"{batch}_{sq}_{sk}", "bfloat16", batch=batch, sq=sq, sk=sk, causal=True)
+        for batch, sq, sk in (((2,), 5, 0), ((2,), 0, 5), ((0,), 5, 5), ((), 0, 0))
+    ),
 )  # fmt: skip
 def test_empty_axes(case: Case, family: str) -> None:
     """No key or no row: whatever exists is 0, and -inf."""
@@ -565,8 +572,11 @@ def test_empty_axes(case: Case, family: str) -> None:
 
 @families
 @over(
-    Case("lengths", **SMALL, batch=(3,), q_lengths=(100, 0, 100),
-         k_lengths=(0, 130, 130), causal=True)
+    *(
+        Case("lengths", **head, batch=(3,), q_lengths=(100, 0, 100),
+             k_lengths=(0, 130, 130), causal=True)
+        for head in (SMALL, {"dtype": "bfloat16"})
+    )
 )  # fmt: skip
 def test_lengths_on_the_device_are_clamped(
     case: Case, family: str, monkeypatch: pytest.MonkeyPatch

@@ -235,6 +235,11 @@ def test_nan_in_keys_that_nobody_sees(case: Case, config: WgmmaTile) -> None:
 # --- Hostile data ---------------------------------------------------------------------
 
 
+def huge_factors(dtype: np.dtype) -> tuple[float, float]:
+    """Return two numbers of a dtype whose product is as large as it may be."""
+    return (6e4, 6e4) if dtype == np.float16 else (1e16, 1e15)
+
+
 def spread(q: Array, k: Array, v: Array) -> None:
     """Logits of a standard deviation of several tens."""
     q[...], k[...] = 5 * q.astype(np.float32), 5 * k.astype(np.float32)
@@ -267,14 +272,41 @@ def alternating(q: Array, k: Array, v: Array) -> None:
 
 def equal(q: Array, k: Array, v: Array) -> None:
     """All logits are the same huge number."""
-    q[...], k[...] = 133120, 133120
+    q[...] = k[...] = 480 if q.dtype == np.float16 else 133120
 
 
 def lowest(q: Array, k: Array, v: Array) -> None:
     """Every second row has logits of about -1e30 alone, the others usual ones."""
-    q[..., 0], k[..., 0] = 0, -1e15
+    of_q, of_k = huge_factors(q.dtype)
+    q[..., 0], k[..., 0] = 0, -of_k
     q[:, ::2] = 0
-    q[:, ::2, :, 0] = 1e16
+    q[:, ::2, :, 0] = of_q
+
+
+def mixed(q: Array, k: Array, v: Array) -> None:
+    """Rows of one warp whose maxima do different things, usual rows among them.
+
+    Tiles come from the last key to the first.
+    """
+    count, size = k.shape[1], k.shape[-1]
+    late = np.arange(count) < count // 2
+    steps = np.arange(count, dtype=np.float32) * 150 / count
+    of_q, of_k = huge_factors(q.dtype)
+    of_keys = (
+        (of_q, np.full(count, -of_k)),
+        (np.sqrt(size), steps),
+        (np.sqrt(size), steps[::-1]),
+        (of_q, np.where(late, 0, -of_k)),
+        (of_q, np.where(late, of_k, 0)),
+        (of_q, np.where(late, -of_k, 0)),
+    )
+    kinds = len(of_keys)
+    q[..., :kinds] = 0
+    for kind, (factor, values) in enumerate(of_keys):
+        # Seven and not eight kinds, so that no two rows of a lane are always alike.
+        q[:, kind :: kinds + 1] = 0
+        q[:, kind :: kinds + 1, :, kind] = factor
+        k[..., kind] = values[:, None]
 
 
 HOSTILE: dict[str, Callable[..., None]] = {
@@ -286,16 +318,22 @@ HOSTILE: dict[str, Callable[..., None]] = {
     "alternating": alternating,
     "equal": equal,
     "lowest": lowest,
+    "mixed": mixed,
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-@on_tiles(Case("hostile", **_HALF, batch=(1,), hq=2, hkv=1, sq=230, sk=700))
+@on_tiles(
+    *(
+        Case("hostile", dtype, (1,), sq=230, sk=700, hq=2, hkv=1, **_FORWARD)
+        for dtype in ("bfloat16", "float16")
+    )
+)
 def test_hostile_data(case: Case, kind: str, config: WgmmaTile) -> None:
     """Exact, whichever way the maximum of a row moves."""
     inputs = make(case)
     HOSTILE[kind](inputs.q, inputs.k, inputs.v)
-    huge = kind in ("alternating", "equal", "lowest")
+    huge = kind in ("alternating", "equal", "lowest", "mixed")
     for options in ({}, {"causal": True}):
         given = inputs.with_options(**options)
         results = check(given, config, gradients=False, huge=huge)

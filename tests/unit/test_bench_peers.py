@@ -247,6 +247,9 @@ def test_each_family_is_a_peer_if_there_is_a_choice(
     names = [peer.name for peer in make_all_peers("cuda")]
     assert names[:3] == ["cupy_flash", "cupy_flash:simt", "cupy_flash:mma"]
     assert len(set(names)) == len(names)
+    monkeypatch.undo()
+    names = [peer.name for peer in make_all_peers("cuda")]
+    assert names[1:4] == [f"cupy_flash:{name}" for name in ("simt", "mma", "wgmma")]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -1,4 +1,4 @@
-"""The tiles of tensor cores that the workload `tiles` tries."""
+"""The tiles that the workload `tiles` tries."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bench import tiles
 from bench.results import OURS, case_of, identity, label_of, new_row
 from bench.tiles import (
     MOST_OF_MMA,
+    MOST_OF_WGMMA,
     Limited,
     asking,
     candidates,
@@ -25,10 +26,12 @@ from bench.tiles import (
     padded,
     shared_memory,
     simt_candidates,
+    wgmma_candidates,
+    wgmma_sensible,
 )
 from bench.workloads import TILE_SHAPES, WORKLOADS, Case, Selection, square
 from cupy_flash.aot import Call
-from cupy_flash.configs import MmaTile
+from cupy_flash.configs import WGMMA_FORWARD, MmaTile, WgmmaTile
 from cupy_flash.device import hypothetical
 from cupy_flash.dtypes import parse_dtype
 from cupy_flash.problem import Options
@@ -41,9 +44,13 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 some = pytest.mark.parametrize("case", SMALLER[::7], ids=lambda case: case.label)
 
 
-def tile_by_itself(case: Case, gpu: Any = LARGEST) -> object:
-    """Return the tile of a call that asks for no more than this family or the other."""
-    for family in ("mma", "simt"):
+def tile_by_itself(
+    case: Case,
+    gpu: Any = LARGEST,
+    families: Sequence[str] = ("wgmma", "mma", "simt"),
+) -> object:
+    """Return the tile of the first family that can serve a call."""
+    for family in families:
         options = Options(case.direction, causal=case.causal, config=family)
         call = Call(
             options, parse_dtype(case.dtype), case.head_dim, case.head_dim_v,
@@ -68,7 +75,7 @@ def test_the_tile_in_use_comes_first(case: Case) -> None:
 @cases
 def test_candidates_of_mma(case: Case) -> None:
     found = mma_candidates(case, LARGEST)
-    if not found:  # then all that fits is the other family
+    if not found:  # then all that fits is plain CUDA C++
         assert candidates(case, LARGEST) == simt_candidates(case, LARGEST)
         assert case.dtype == "float64" and case.head_dim == 256
         return
@@ -81,8 +88,8 @@ def test_candidates_of_mma(case: Case) -> None:
         assert tile.depth >= case.head_dim and tile.depth_v >= case.head_dim_v
         assert tile.across == 1 or case.direction == "backward"
     assert all(mma_sensible(tile, case, LARGEST) for tile in found[1:])
-    first, *others = tiles.peers(case, LARGEST)
-    assert (first.name, first.config) == (OURS, found[0])
+    first, *others = tiles.peers(case, "mma", LARGEST)
+    assert (first.name, first.config) == (OURS, candidates(case, LARGEST)[0])
     assert [peer.config for peer in others] == found
     assert not any(isinstance(peer, Limited) for peer in (first, *others))
 
@@ -104,8 +111,8 @@ def test_further_tiles_are_measured_where_they_fit(direction: str) -> None:
             assert tile not in mma_candidates(smaller, LARGEST)
 
 
-def changed(found: Sequence[MmaTile]) -> set[str]:
-    names = [field.name for field in dataclasses.fields(MmaTile)]
+def changed(found: Sequence[Any]) -> set[str]:
+    names = [field.name for field in dataclasses.fields(found[0])]
     return {n for n in names if len({getattr(tile, n) for tile in found}) > 1}
 
 
@@ -133,6 +140,83 @@ def test_what_is_left_out(change: dict[str, int]) -> None:
     assert not mma_sensible(dataclasses.replace(tile, **change), case, LARGEST)
 
 
+# --- Hopper's -------------------------------------------------------------------------
+
+
+@cases
+def test_candidates_of_wgmma(case: Case) -> None:
+    found = wgmma_candidates(case, LARGEST)
+    if not found:
+        assert case.dtype != "bfloat16" or case.direction != "forward"
+        return
+    assert len(found) == len(set(found)) == len({tile.name for tile in found})
+    assert 12 < len(found) <= MOST_OF_WGMMA
+    for tile in found:
+        assert isinstance(tile, WgmmaTile)
+        assert tile.fault(parse_dtype(case.dtype)) == ""
+        assert shared_memory(tile, case) <= LARGEST.shared_memory
+        assert tile.depth >= case.head_dim and tile.depth_v >= case.head_dim_v
+    assert all(wgmma_sensible(tile, case, LARGEST) for tile in found)
+    assert candidates(case, LARGEST) == candidates(case, LARGEST, "wgmma") == found
+    assert [peer.config for peer in tiles.peers(case, None, LARGEST)[1:]] == found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_of_the_table_are_among_them(head_dim: int) -> None:
+    """Also those for the other mask and for fewer blocks."""
+    case = square("x", "bfloat16", 4, 4096, 16, head_dim, False, "forward")
+    rows = [r for r in WGMMA_FORWARD if r.max_depth == r.max_depth_v == head_dim]
+    assert rows
+    wanted = {
+        row.tile(head_dim, head_dim, row.min_keys, bool(row.banded)) for row in rows
+    }
+    assert wanted <= set(wgmma_candidates(case, LARGEST))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_each_property_of_wgmma_is_varied(head_dim: int) -> None:
+    case = square("x", "bfloat16", 4, 4096, 16, head_dim, True, "forward")
+    found = wgmma_candidates(case, LARGEST)
+    assert changed(found) == {"consumers", "columns", "stages", "ping_pong"}
+    assert all(tile.consumers > 1 for tile in found if tile.ping_pong)
+
+
+@pytest.mark.parametrize(
+    "change", [{"stages": 9}, {"columns": 40}, {"columns": 256}, {"consumers": 4}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_left_out_of_wgmma(change: dict[str, int]) -> None:
+    case = square("x", "bfloat16", 4, 4096, 16, 128, False, "forward")
+    tile = WgmmaTile(2, 128, 128, 128, 2)
+    assert wgmma_sensible(tile, case, LARGEST)
+    assert not wgmma_sensible(dataclasses.replace(tile, **change), case, LARGEST)
+
+
+@pytest.mark.parametrize("family", tiles.CANDIDATES)
+def test_a_family_can_be_asked_for(family: str) -> None:
+    """Beside its tiles stands what the case gets by itself."""
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, True, "forward")
+    found = candidates(case, LARGEST, family)
+    assert found and {tile.family for tile in found} == {family}
+    first, *others = tiles.peers(case, family, LARGEST)
+    assert first.config == candidates(case, LARGEST)[0]
+    assert first.config.family == "wgmma"
+    assert [peer.config for peer in others] == found
+    made = {spec.tile for spec in kernels([case], LARGEST, family)}
+    assert made == {first.config, *found}
+    backward = dataclasses.replace(case, direction="backward")
+    assert bool(candidates(backward, LARGEST, family)) == (family != "wgmma")
+
+
+def test_other_gpus_have_no_tiles_of_wgmma() -> None:
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, True, "forward")
+    for name in ("sm_80", "sm_86", "sm_120"):
+        assert not wgmma_candidates(case, hypothetical(name))
+    # Nor has one that stands for them.
+    smaller = dataclasses.replace(case, shared_memory=227)
+    assert not wgmma_candidates(smaller, LARGEST)
+
+
 # --- With the shared memory of smaller GPUs -------------------------------------------
 
 
@@ -140,12 +224,12 @@ def test_what_is_left_out(change: dict[str, int]) -> None:
 def test_a_smaller_gpu_gets_its_own_tile_and_candidates(case: Case) -> None:
     gpu = dataclasses.replace(LARGEST, shared_memory=case.shared_memory * 1024)
     found = candidates(case, LARGEST)
-    assert found[0] == tile_by_itself(case, gpu)
+    assert found[0] == tile_by_itself(case, gpu, ("mma", "simt"))
     for tile in found:
         count = tile.blocks if isinstance(tile, MmaTile) else 1
         needed = shared_memory(tile, case)
         assert count * (needed + 1024) <= (case.shared_memory + 1) * 1024
-    peers = tiles.peers(case, LARGEST)
+    peers = tiles.peers(case, None, LARGEST)
     assert all(isinstance(peer, Limited) for peer in peers)
     assert [peer.config for peer in peers] == [found[0], *found]
 
@@ -157,7 +241,7 @@ def test_less_memory_gives_other_tiles() -> None:
         for kib in KIB
     ]
     assert len(set(first)) == len(KIB)
-    assert first[-1] == candidates(case, LARGEST)[0]
+    assert first[-1] == candidates(case, LARGEST, "mma")[0]
 
 
 def test_the_workload_has_every_shape() -> None:
@@ -255,7 +339,7 @@ def test_they_are_compiled_side_by_side(
     case = square("tiles", "bfloat16", 1, 64, 1, 32, False, "forward")
     monkeypatch.setattr(tiles, "MOST_OF_MMA", 2)
     gpu = hypothetical("sm_80")
-    assert tiles.precompile([case], gpu) == len(kernels([case], gpu)) == 2
+    assert tiles.precompile([case], None, gpu) == len(kernels([case], gpu)) == 2
     assert len(list(tmp_path.glob("cupy_flash/*.cubin"))) == 2
 
 

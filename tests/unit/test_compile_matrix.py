@@ -46,6 +46,7 @@ from bench.compile_matrix import (
     mma_cases_for,
     mma_row_of,
     mma_rows,
+    options_of,
     passes,
     plain,
     pool,
@@ -54,10 +55,14 @@ from bench.compile_matrix import (
     run_compiler,
     simt,
     table_rows,
+    wgmma_cases_for,
+    wgmma_tiles,
 )
 from bench.machine import source_sha256
 from cupy_flash import compiler, configs
+from cupy_flash.aot import Call
 from cupy_flash.device import hypothetical
+from cupy_flash.problem import Options
 from cupy_flash.variant import Variant
 
 MAIN, MIDDLE, SMALL, OLDEST = 90, 80, 86, 75  # from much shared memory to little
@@ -70,15 +75,30 @@ MAIN, MIDDLE, SMALL, OLDEST = 90, 80, 86, 75  # from much shared memory to littl
 # and isn't tuned.
 MAX_SPILL = {
     ("simt", 4): (128, 640), ("simt", 8): (768, 1280),
-    ("mma", 4): (512, 640), ("mma", 8): (3200, 3200),
+    ("mma", 4): (512, 640), ("mma", 8): (3200, 3200), ("wgmma", 4): (0, 384),
 }  # fmt: skip
+
+
+# All options that `wgmma` has.
+OF_WGMMA = Variant(left=True, right=True, softcap=True, alibi=True)
 
 
 # --- The cases ------------------------------------------------------------------------
 
 
 def main_cases() -> list[Case]:
-    return simt_main_cases() + mma_main_cases()
+    return simt_main_cases() + mma_main_cases() + wgmma_main_cases()
+
+
+def wgmma_main_cases() -> list[Case]:
+    """Each tile without an option and with all, and once each other kernel."""
+    cases = wgmma_cases_for(MAIN)
+    few = [case for case in cases if case.spec.tile == wgmma_tiles()[0]]
+    for case in cases:
+        variant = case.spec.variant
+        if case.spec.dtype != HALVES[0] and variant in (Variant(), OF_WGMMA):
+            few.append(case)
+    return list(dict.fromkeys(few))
 
 
 def mma_main_cases() -> list[Case]:
@@ -177,7 +197,9 @@ def check(case: Case, outcome: Outcome) -> None:
         return
     accumulator = 8 if case.spec.dtype == FLOAT64 else 4
     plainly, at_most = MAX_SPILL[case.spec.family, accumulator]
-    in_use = case.spec.variant.mask  # all options, or none to speak of
+    assert not outcome.serialized
+    variant = case.spec.variant
+    in_use = variant.mask or variant == OF_WGMMA  # all options, or none to speak of
     assert outcome.spill_stores <= (at_most if in_use else plainly)
 
 
@@ -204,7 +226,9 @@ def test_all_rows_are_compiled() -> None:
     assert {mma_row_of(case.spec) for case in main_cases()} >= set(mma_rows())
     capabilities = {case.capability for case in main_cases()}
     assert capabilities == {MAIN, MIDDLE, SMALL, OLDEST}
-    families = {"simt", "mma", "passes"}
+    tiles = {c.spec.tile for c in main_cases() if c.spec.family == "wgmma"}
+    assert tiles == set(wgmma_tiles())
+    families = {"simt", "mma", "wgmma", "passes"}
     assert {case.spec.family for case in main_cases()} == families
 
 
@@ -303,6 +327,40 @@ def test_every_row_is_chosen_on_some_gpu() -> None:
     assert rows - {None} == set(mma_rows())
 
 
+def test_every_row_of_wgmma_is_chosen() -> None:
+    """For heads of its size, of some length and number."""
+    gpu = dataclasses.replace(hypothetical(f"sm_{MAIN}"), nvrtc=compile_matrix.NVRTC)
+    chosen = {}
+    for row, batch, seqlen, causal in itertools.product(
+        configs.WGMMA_FORWARD, (1, 9), (512, 4096), (False, True)
+    ):
+        head = row.max_depth, row.max_depth_v
+        options = Options("forward", causal=causal)
+        call = Call(options, HALVES[0], *head, batch, seqlen, seqlen)
+        (step,) = call.plan(gpu).steps
+        chosen[step.spec.tile] = None
+    assert set(chosen) >= set(wgmma_tiles())
+
+
+def test_cases_of_wgmma_are_what_a_gpu_gets() -> None:
+    """Each tile with each kind of option, on Hopper alone."""
+    cases = wgmma_cases_for(MAIN)
+    assert len(set(cases)) == len(cases)
+    for tile in wgmma_tiles():
+        specs = [case.spec for case in cases if case.spec.tile == tile]
+        assert {spec.dtype for spec in specs} == set(HALVES)
+        variants = [spec.variant for spec in specs]
+        for name in ("left", "right", "softcap", "alibi", "scale_first"):
+            assert {getattr(v, name) for v in variants} == {False, True}, name
+        assert Variant() in variants and OF_WGMMA in variants
+    for case in cases:
+        flags, suffix = options_of(case)
+        assert flags[-1] == "-arch=sm_90a" and suffix == ".cubin"
+    assert set(cases) < set(cases_for(MAIN))
+    others = set(CAPABILITIES) - {MAIN}
+    assert not any(wgmma_cases_for(capability) for capability in others)
+
+
 def test_cases_of_mma_are_what_a_gpu_gets() -> None:
     for capability in CAPABILITIES:
         cases = mma_cases_for(capability)
@@ -388,5 +446,5 @@ def test_a_row_counts_failures() -> None:
 
 def test_ptx_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine code was made, so nothing is known of the GPU."""
-    monkeypatch.setattr(compiler, "options", lambda _: ((), ".ptx"))
+    monkeypatch.setattr(compiler, "options", lambda *_: ((), ".ptx"))
     assert "only PTX" in compile_case(Case(passes(FLOAT32)[0], MAIN)).error

@@ -557,8 +557,7 @@ def test_more_blocks_only_where_they_are_missing(
     """A huge problem has more rows a block only if they would be few, or padding."""
     size = {"batch": (1,), "hq": heads, "hkv": heads, "d": d, "dtype": dtype}
     plan, huge = (
-        make_plan(make(**WAYS[way], **size, sq=s, sk=s), GPUS[gpu])
-        for s in (n, 2**20)
+        make_plan(make(**WAYS[way], **size, sq=s, sk=s), GPUS[gpu]) for s in (n, 2**20)
     )
     sound(plan)
     for kernel, tile in tiles(plan).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -160,22 +161,47 @@ def test_which_gpu_gets_which_kernel() -> None:
     """As planning says it, for each kind of GPU, dtype and head size."""
     gpus = readme.gpus_of(compiled(failed=0))
     assert [gpu.compute_capability for gpu in gpus] == [61, 90, 120]
-    families, tiles = tables(readme.kernels(gpus))
-    dtypes = "float16, bfloat16, float32, float64"
+    families, _, tiles = tables(readme.kernels(gpus))
+    halves, others = "float16, bfloat16", "float32, float64"
     assert families == [
-        ["6.1", "Pascal", dtypes, "`simt`"],
-        ["9.0–12.0", "Hopper to Blackwell", dtypes, "`mma`, `simt`"],
+        ["6.1", "Pascal", f"{halves}, {others}", "`simt`"],
+        ["9.0", "Hopper", halves, "`wgmma`, `mma`, `simt`"],
+        ["12.0", "Blackwell", halves, "`mma`, `simt`"],
+        ["9.0–12.0", "Hopper to Blackwell", others, "`mma`, `simt`"],
     ]
     assert {row[1]: row[2] for row in tiles if row[0].endswith("float32")} == {
         "6.1": "48 KiB", "9.0": "227 KiB", "12.0": "99 KiB",
     }  # fmt: skip
 
 
+def test_what_a_family_can_do() -> None:
+    """As planning says it."""
+    gpus = [
+        dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=(13, 0))
+        for capability in CAPABILITIES
+    ]
+    rows = {row[0]: row[1:] for row in tables(readme.kernels(gpus))[1]}
+    wide = ", ".join(f"{name} from 8.0" for name in ("bfloat16", "float32", "float64"))
+    assert rows == {
+        "compute capability": ["9.0", "7.5–12.0", "any"],
+        "dtype": ["float16, bfloat16", f"float16, {wide}", "any"],
+        "head size": ["up to 256", "up to 256, up to 128 in float64", "any"],
+        "backward pass": ["no", "yes", "yes"],
+        "`bias` array": ["no", "yes", "yes"],
+        "`mask` array": ["no", "yes", "yes"],
+    }
+    # With an older compiler nobody has the first one.
+    old = [dataclasses.replace(gpu, nvrtc=(12, 8)) for gpu in gpus]
+    families, rows, _ = tables(readme.kernels(old))
+    assert "wgmma" not in str(families)
+    assert [row[1] for row in rows][:3] == ["none"] * 3
+
+
 def test_the_long_table_is_folded() -> None:
     """Between empty lines, or Markdown would show it as text."""
     text = readme.kernels(readme.gpus_of(compiled(failed=0)))
     shown, folded = text.split("\n\n<details>\n")
-    assert len(tables(shown)) == len(tables(folded)) == 1
+    assert len(tables(shown)) == 2 and len(tables(folded)) == 1
     assert re.match(r"<summary>[^<]+</summary>\n\n", folded)
     assert folded.endswith("|\n\n</details>")
 
@@ -183,7 +209,7 @@ def test_the_long_table_is_folded() -> None:
 def test_dtypes_that_get_the_same_share_rows() -> None:
     """Where they do: on some GPUs float16 gets other tiles than bfloat16."""
     gpus = [hypothetical(f"sm_{capability}") for capability in CAPABILITIES]
-    _, rows = tables(readme.kernels(gpus))
+    *_, rows = tables(readme.kernels(gpus))
     of_hopper = [row[0] for row in rows if covers(row[1], 9.0)]
     of_turing = [row[0] for row in rows if covers(row[1], 7.5)]
     assert "float16, bfloat16" in of_hopper and "float16" not in of_hopper
@@ -194,7 +220,7 @@ def test_the_tiles_are_those_of_planning() -> None:
     """Every GPU, dtype and head size is in one row, which says what planning says."""
     gpus = [hypothetical(f"sm_{capability}") for capability in CAPABILITIES]
     sizes = configs.head_dim_buckets()
-    _, rows = tables(readme.kernels(gpus))
+    *_, rows = tables(readme.kernels(gpus))
     for gpu, dtype, size in itertools.product(gpus, DTYPES, sizes):
         own = [
             row[4:]

@@ -80,8 +80,20 @@ static size_t place_in_box(const TensorMap& m, size_t row, size_t byte) {
   return m.swizzle != 0 ? swizzled(u32(plain)) : plain;
 }
 
+// What the chip calls an illegal instruction, or does otherwise than one might think.
+void check_coordinates(const char* what, const TensorMap& m, const std::vector<int>& coordinates,
+                       bool may_be_negative) {
+  if (coordinates[0] * long(m.element) % 16 != 0) {
+    fail(std::string(what) + ": a row of the box begins off a multiple of 16 bytes");
+  }
+  for (const int c : coordinates) {
+    if (c < 0 && !may_be_negative) fail(std::string(what) + ": a coordinate is negative");
+  }
+}
+
 void tma_load(void* to, const void* map, const u64* barrier, const std::vector<int>& coordinates) {
   const TensorMap m = read_tensor_map("tma_load", map, u32(coordinates.size()), to);
+  check_coordinates("tma_load", m, coordinates, true);
   auto* const box = static_cast<unsigned char*>(to);
   load_bulk("tma_load", barrier, box, m.box_bytes(), [=] {
     std::vector<unsigned char> bytes(m.row_bytes());
@@ -98,6 +110,9 @@ void tma_load(void* to, const void* map, const u64* barrier, const std::vector<i
 
 void tma_store(const void* map, const void* from, const std::vector<int>& coordinates) {
   const TensorMap m = read_tensor_map("tma_store", map, u32(coordinates.size()), from);
+  check_coordinates("tma_store", m, coordinates, false);
+  // The chip stores the whole of the last 16 bytes, past the end of the array.
+  if (m.shape[0] * m.element % 16 != 0) fail("tma_store: a row of the array ends inside 16 bytes");
   store_bulk("tma_store", static_cast<const unsigned char*>(from), m.box_bytes(),
              [=](const std::vector<unsigned char>& box) {
                std::vector<unsigned char> bytes(m.row_bytes());

@@ -34,7 +34,7 @@ inline void wgmma_wait() {
 
 template <class Element>
 float widen_bits(u16 bits) {
-  return std::is_same_v<Element, fp16> ? fp16_to_float(bits) : __uint_as_float(u32(bits) << 16);
+  return kIsFp16<Element> ? fp16_to_float(bits) : __uint_as_float(u32(bits) << 16);
 }
 
 template <class Element, int kN, bool kTransposeB>

@@ -1,0 +1,228 @@
+"""The machine code of the family `wgmma`, for every tile of its table, without a GPU.
+
+What is looked for here costs the kernel its speed and changes no result: products that
+wait for each other, registers that spill, exponentials outside the time of a product.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import compiler
+from cupy_flash.configs import WGMMA_DEPTHS, WGMMA_FORWARD, WgmmaTile
+from cupy_flash.plan_wgmma import _NVRTC
+from cupy_flash.spec import KernelSpec
+from cupy_flash.variant import Variant
+
+BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+PLAIN, CAUSAL = Variant(), Variant(right=True)
+# Registers of a thread by the number of consumers, those of forward.cuh: of one that
+# computes, and of one that loads.
+BUDGET = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+# ptxas makes products wait that could overlap, for one reason or another. The first two
+# are about registers, and C7519 is harmless: it only names a wait.
+SERIALISED = {7507, 7508, *range(7510, 7519), 7520}
+
+
+def tiles() -> Iterator[tuple[WgmmaTile, bool]]:
+    """Yield the first choice of each row, and whether its queries see other keys."""
+    for row in WGMMA_FORWARD:
+        sizes = [(row.max_depth, row.max_depth_v)]
+        sizes += [(96, 96)] if row.max_depth == 128 else []
+        for (d, dv), banded in itertools.product(sizes, (False, True)):
+            tile = row.tile(d, dv, row.min_keys, banded)
+            if tile is not None:
+                yield tile, banded
+
+
+def kernels() -> Iterator[KernelSpec]:
+    """Yield each tile with bfloat16, one also with float16."""
+    found = list(dict.fromkeys(tiles()))
+    for tile, banded in found:
+        variant = CAUSAL if banded else PLAIN
+        yield KernelSpec("wgmma", "forward", BF16, variant, tile, tile.threads, 1)
+    tile, _ = found[0]
+    yield KernelSpec("wgmma", "forward", FP16, PLAIN, tile, tile.threads, 1)
+
+
+def test_the_head_sizes_that_are_looked_at() -> None:
+    assert {tile.depth for tile, _ in tiles()} == set(WGMMA_DEPTHS)
+
+
+# --- What ptxas says ------------------------------------------------------------------
+
+
+def compiled(spec: KernelSpec) -> compiler.Image:
+    """Compile a kernel; the log tells about registers and memory."""
+    flags, suffix = compiler.options(90, architecture_specific=True)
+    source = compiler.source_text(spec)
+    flags = (*flags, "--ptxas-options=-v")
+    return compiler._compile(source, spec.symbol, flags, suffix)
+
+
+def check_log(log: str) -> None:
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+    warnings = {int(number) for number in re.findall(r"\bC(75\d\d)\b", log)}
+    assert not warnings & SERIALISED, log
+    assert "setmaxnreg ignored" not in log
+
+
+# --- What nvdisasm shows --------------------------------------------------------------
+
+
+@functools.cache
+def nvdisasm() -> str | None:
+    """Return NVIDIA's disassembler: of the package, or of a toolkit."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or ()
+    except importlib.metadata.PackageNotFoundError:
+        files = ()
+    paths = [str(file.locate()) for file in files if Path(file).stem == "nvdisasm"]
+    return next(iter(paths), shutil.which("nvdisasm"))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its name with all suffixes, and the whole text."""
+
+    name: str
+    text: str
+
+    @property
+    def targets(self) -> list[str]:
+        """Labels that it may lead to."""
+        return re.findall(r"`\((\.L\w+)\)", self.text)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next instruction may follow."""
+        ends = self.name.partition(".")[0] in ("EXIT", "BRA", "RET")
+        return not ends or self.text.startswith("@")
+
+    @property
+    def registers(self) -> Iterator[int]:
+        """The registers that it names, and all that a product sums up in."""
+        numbers = [int(n) for n in re.findall(r"\bR(\d+)\b", self.text)]
+        yield from numbers
+        shape = re.match(r"HGMMA\.64x(\d+)x16\.", self.name)
+        if shape is not None:
+            yield numbers[0] + int(shape[1]) // 2 - 1
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's instructions, and where its labels are."""
+
+    instructions: Sequence[Instruction]
+    labels: dict[str, int]
+
+    def positions(self, pattern: str) -> list[int]:
+        """Return where there are instructions of a name."""
+        return [n for n, x in enumerate(self.instructions) if re.match(pattern, x.name)]
+
+    def count(self, pattern: str, begin: int, end: int) -> int:
+        """Return how many instructions of a name there are from a place to another."""
+        return sum(begin <= n < end for n in self.positions(pattern))
+
+    def reachable(self, start: int) -> set[int]:
+        """Return where a thread may come from a place on."""
+        seen: set[int] = set()
+        todo = [start]
+        while todo:
+            at = todo.pop()
+            if at in seen or at >= len(self.instructions):
+                continue
+            seen.add(at)
+            instruction = self.instructions[at]
+            todo += [self.labels[t] for t in instruction.targets if t in self.labels]
+            if instruction.goes_on:
+                todo.append(at + 1)
+        return seen
+
+
+def disassembled(code: bytes, folder: Path) -> Code:
+    path = folder / "kernel.cubin"
+    path.write_bytes(code + b"\0")
+    listing = subprocess.run(
+        [nvdisasm(), "-c", str(path)], check=True, capture_output=True, text=True
+    ).stdout
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        label = re.match(r"(\.L\w+):", line)
+        if label is not None:
+            labels[label[1]] = len(instructions)
+        found = re.match(r"\s+/\*[0-9a-f]+\*/\s+((?:@\S+\s+)?(\S+).*);", line)
+        if found is not None:
+            name = found[1].split()[1] if found[1].startswith("@") else found[2]
+            instructions.append(Instruction(name, found[1]))
+    assert instructions, "nvdisasm shows no code"
+    return Code(instructions, labels)
+
+
+def check_registers(code: Code, consumers: int) -> None:
+    """Each side keeps within what it has asked for."""
+    for name, budget in zip(("TRY_ALLOC", "DEALLOC"), BUDGET[consumers], strict=True):
+        (start,) = code.positions(rf"USETMAXREG\.{name}\b")
+        assert f"{budget:#x}" in code.instructions[start].text
+        reached = [code.instructions[n] for n in code.reachable(start)]
+        highest = max(n for x in reached for n in x.registers)
+        assert highest < budget, f"{name}: R{highest}"
+        products = [x for x in reached if x.name.startswith("HGMMA")]
+        assert bool(products) == (name == "TRY_ALLOC")
+
+
+def check_products(code: Code, tile: WgmmaTile) -> None:
+    """Three pieces of code: the first tile, all that follow, the last product with V.
+
+    The exponentials of a tile stand where its predecessor's weights are multiplied
+    with V: after the wait for its logits, before that for the output.
+    """
+    logits = rf"HGMMA\.64x{tile.columns}x16\."
+    output = rf"HGMMA\.64x{tile.depth_v}x16\."
+    of_depth, of_columns = tile.depth // 16, tile.columns // 16
+    products = code.positions("HGMMA")
+    assert len(products) == 2 * of_depth + 2 * of_columns
+    assert len(code.positions(r"WARPGROUP\.ARRIVE")) == 4
+    waits = code.positions(r"WARPGROUP\.DEPBAR")
+    pending = [code.instructions[n].text.rpartition(", ")[2].strip() for n in waits]
+    assert pending == ["0x0", "0x1", "0x0", "0x0"]
+    first, of_logits, of_output, last = waits
+    assert code.count(logits, 0, first) == of_depth
+    assert code.count("HGMMA", first, of_logits) == of_depth + of_columns
+    assert code.count(logits, first, of_logits) >= of_depth
+    assert code.count(output, first, of_logits) >= of_columns
+    assert code.count("HGMMA", of_logits, of_output) == 0
+    assert code.count(output, of_output, last) == of_columns
+    assert products[-1] < last
+    exponentials = tile.columns // 2  # of a thread
+    begin = next(n for n in products if n > first)
+    assert code.count(r"MUFU\.EX2", begin, of_logits) == 0
+    assert code.count(r"MUFU\.EX2", of_logits, of_output) >= exponentials
+    assert code.count(r"MUFU\.EX2", of_output, len(code.instructions)) == 0
+
+
+@pytest.mark.parametrize("spec", list(kernels()), ids=lambda spec: spec.symbol)
+def test_machine_code(spec: KernelSpec, tmp_path: Path) -> None:
+    if compiler.nvrtc_version() < _NVRTC:
+        pytest.skip("this NVRTC compiles no kernels of wgmma")
+    image = compiled(spec)
+    check_log(image.log)
+    if nvdisasm() is None:
+        pytest.skip("no nvdisasm; what ptxas says is as it should be")
+    code = disassembled(image.code, tmp_path)
+    assert not code.positions(r"LDL|STL"), "local memory"
+    check_registers(code, spec.tile.consumers)
+    check_products(code, spec.tile)
