@@ -297,13 +297,12 @@ def expect(
     if terms:
         amounts = error_terms(*arguments, dlse=inputs.dlse, **options)
     of_terms = {name: getattr(amounts, name, None) for name in exact}
-    if q.dtype.itemsize == 2 and of_terms["lse"] is None:
+    if q.dtype.itemsize == 2:
         # Tensor cores cut off the sum of each 16 channels.
-        of_terms["lse"] = np.abs(exact["lse"]) * max(1, q.shape[-1] / 128)
+        least = np.abs(exact["lse"]) if of_terms["lse"] is None else of_terms["lse"]
+        of_terms["lse"] = least * max(1, q.shape[-1] / 128)
     return {
-        name: Truth(
-            x, plain[name], of_terms[name], wide if name == "lse" else q.dtype
-        )
+        name: Truth(x, plain[name], of_terms[name], wide if name == "lse" else q.dtype)
         for name, x in exact.items()
         if x is not None
     }

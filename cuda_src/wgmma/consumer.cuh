@@ -217,6 +217,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
         rescale_output<kO>(o, rescale);
       }
       copy_weights(p, next);
+      ptx::hold(flat(p));  // or the copy might move behind the products that come next
     }
     shared.v_pipeline.wait(v_slot);
     ptx::hold(flat(p));

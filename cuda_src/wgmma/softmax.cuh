@@ -54,12 +54,14 @@ class Softmax {
       const bool moves = (most[0] - reference_[0]) * to_exponent > kSlack ||
                          (most[1] - reference_[1]) * to_exponent > kSlack;
       if (__any_sync(kAllLanes, moves)) moved = move_references(most, to_exponent, rescale);
+      float factor = to_exponent;
+      float shift[2] = {shift_[0], shift_[1]};
       if (huge_) {
         subtract<kN>(s, to_exponent);
-        exponentials<kN>(s, p, part, 1, {0, 0});
-      } else {
-        exponentials<kN>(s, p, part, to_exponent, shift_);
+        factor = 1;
+        shift[0] = shift[1] = 0;
       }
+      exponentials<kN>(s, p, part, factor, shift);
     }
     sum[0] += part[0];
     sum[1] += part[1];

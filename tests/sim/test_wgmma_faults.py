@@ -182,7 +182,7 @@ FAULTS = (
           SMALL, _STEEP),
     Fault("sums aren't rescaled", "softmax.cuh", "sum[half] *= rescale[half];", "", SMALL, _STEEP),
     Fault("large sums are taken for right", "softmax.cuh",
-          "if (__any_sync(kAllLanes, !fits)) careful_ = kPatience;", "", SMALL, replace(_STEEP, dtype="float16", scale=60.0)),
+          "<= kMost;", "!= -1;", SMALL, replace(_STEEP, dtype="float16", scale=60.0)),
     Fault("the maximum of a lane", "softmax.cuh", "most[half] = mma::row_max(most[half]);", "",
           SMALL, _STEEP),
     Fault("rows past the lengths", "epilogue.cuh", "sum == 0 || query >= work.seqlen.q;", "sum == 0;",

@@ -756,6 +756,50 @@ def broadcast_example(length: int) -> Example:
     return Example(arrays)
 
 
+def test_tiles_are_claimed_from_a_counter_that_is_0() -> None:
+    """If there are more of them than multiprocessors."""
+    device = RecordingDevice(GPUS["wgmma"])
+    for sq in (1000, 20000):
+        check_forward(device, example(sq=sq, dtype=DTYPES["fp16"]))
+        (found,) = device.launches
+        fields, many = found.fields, sq == 20000
+        assert found.spec.family == "wgmma"
+        assert (int(fields["claims"]) in found.live & found.cleared) == many
+        assert (fields["claims"] == 0) != many
+        assert len(device.temporaries) == many
+
+
+def test_tensor_maps_are_made_once_for_each_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = RecordingDevice(GPUS["wgmma"])
+    made: list[int] = []
+    encode = device.tensor_map
+
+    def counting(pointer: int, *rest: Any) -> bytes:
+        made.append(pointer)
+        return encode(pointer, *rest)
+
+    monkeypatch.setattr(device, "tensor_map", counting)
+    like = example(dtype=DTYPES["fp16"])
+    out = device.array(np.zeros(output_shape(like), np.float16))
+    for _ in range(3):
+        arrays = check_forward(device, like, out)
+        assert made == [device.pointer(arrays[name]) for name in ("q", "k", "v", "out")]
+    made.clear()
+    kept = like.arrays["k"]
+    like.arrays["k"] = kept.copy()
+    arrays = check_forward(device, like, out)
+    assert device.pointer(arrays["k"]) in made
+    made.clear()
+    like.arrays["k"] = kept
+    check_forward(device, like, out)
+    assert not made
+    # Where nothing is launched there may be no address.
+    flash_attention(**on(device, example(dtype=DTYPES["fp16"], sq=0).arrays))
+    assert not made
+
+
 def test_memory_is_linear_in_the_sequence(device: RecordingDevice) -> None:
     def taken(length: int) -> int:
         like = broadcast_example(length)

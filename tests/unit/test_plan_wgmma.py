@@ -119,6 +119,15 @@ REFUSED = {
     "no keys": (HOPPER, {"sk": 0}, "no keys"),
     "batch axes": (HOPPER, APART, "more than 2 axes that can't be merged"),
     "out's rows": (HOPPER, {"dv": 44}, "out can't be written by tensor maps"),
+    "the end of out's rows": (
+        HOPPER,
+        {"dv": 44, "arrays": {"out": laid_out((2, 100, 4, 44), (19200, 192, 48, 1))}},
+        "rows start and end at multiples of 16 bytes",
+    ),
+    "the end of one row": (
+        HOPPER, {"dv": 4, "sq": 1, "batch": (1,), "hq": 1, "hkv": 1},
+        "rows start and end at multiples of 16 bytes",
+    ),
     "out's start": (
         HOPPER, {"arrays": {"out": info(OUT, BF16, 2)}}, "out can't be written",
     ),
