@@ -2,9 +2,9 @@
 //
 // Exponentials are taken relative to a reference that is about the maximum of the row so far. Most
 // tiles don't raise the maximum, so the reference is first assumed to hold: exponentials are made
-// and summed without looking for a maximum. Only if a sum comes out too large, or isn't a number,
-// are they taken back and made again relative to the new maximum. The logits are still there, so
-// nothing is lost, whatever they are.
+// and summed without looking for a maximum. Only if a sum comes out too large are they taken back
+// and made again relative to the new maximum. The logits are still there, so nothing is lost,
+// whatever they are.
 #pragma once
 
 #include "mma/softmax.cuh"
@@ -31,8 +31,7 @@ class Softmax {
   // the shift as it was rounded, because that is what was taken off.
   CUPY_FLASH_DEVICE float log_sum(int half, float row_sum) const {
     constexpr float kLn2 = 0.693147180559945309417f;
-    constexpr float kFull = kNarrow ? 1 << 4 : 1 << 20;  // 2^kHeadroom
-    return (shift_[half] - kHeadroom) * kLn2 + log_of(row_sum * kFull);
+    return (shift_[half] - kHeadroom) * kLn2 + log_of(row_sum * float(1 << kHeadroom));
   }
 
   // Turns logits into exponentials; `to_exponent` is the factor from their unit to a base-2
@@ -45,7 +44,7 @@ class Softmax {
     bool repeat = !settled_;
     if (settled_) {
       exponentials<kN>(s, p, part, to_exponent, shift_);
-      const bool fits = max_of(part[0], part[1]) <= kMost;  // false of NaN
+      const bool fits = max_of(part[0], part[1]) <= kMost;
       repeat = __any_sync(kAllLanes, !fits);
     }
     if (repeat) {
@@ -70,12 +69,12 @@ class Softmax {
 
  private:
   // Exponentials begin this far below 1, as powers of 2, and a lane's sum of a tile may reach kMost
-  // before the reference moves: the maximum of a row may grow that much for nothing. Weights in
-  // fp16 have little room below 1. In bf16 sums of values up to 2^85 have room for such weights;
-  // further below 1 exponents would have fewer digits.
+  // before the reference moves: the maximum of a row may grow that much for nothing. In fp16
+  // weights have little room below 1. In bf16 they have, and room above 1 would be taken from the
+  // values that they are multiplied with; much further below 1, exponents would have fewer digits.
   static constexpr bool kNarrow = kIsFp16<Element>;
-  static constexpr float kHeadroom = kNarrow ? 4 : 20;
-  static constexpr float kMost = kNarrow ? 1 << 15 : 1 << 30;
+  static constexpr int kHeadroom = kNarrow ? 4 : 20;
+  static constexpr float kMost = kNarrow ? 1 << 15 : 1 << 10;
   // Where the maximum is looked at, it may grow by this exponent before the reference follows.
   static constexpr float kSlack = 8;
 
