@@ -13,7 +13,7 @@ from .dtypes import accumulator
 from .params import merge_batch_axes
 from .problem import Problem
 from .spec import KernelSpec
-from .tiles import Tile
+from .tiles import MmaTile, Tile, WgmmaTile
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
@@ -164,6 +164,29 @@ class Builder(ABC):
             shape = (owned * splits, tile.rows, tile.columns)
             self.add_workspace("dbias_partial", shape)
             self.add_pass("reduce_dbias", tile, owned)
+
+    def check_forced(
+        self, kernel: str, tile: MmaTile | WgmmaTile, fault: str = ""
+    ) -> None:
+        """Raise DoesNotFit if no kernel, or not this call, can have a tile.
+
+        `fault` is what the kernel has against it beside what the tile says itself.
+        """
+        p = self.problem
+        fault = tile.fault(p.dtype) or fault
+        if fault:
+            raise DoesNotFit(f"config asks for tile {tile.name}: {fault}")
+        needed = self.spec(kernel, tile).shared_memory
+        if (
+            needed > self.device.shared_memory
+            or tile.depth < p.head_dim
+            or tile.depth_v < p.head_dim_v
+        ):
+            raise DoesNotFit(
+                f"config asks for tile {tile.name}, which doesn't fit: {needed} of "
+                f"{self.device.shared_memory} bytes of shared memory, head_dim "
+                f"{p.head_dim} and {p.head_dim_v}"
+            )
 
     def spec(self, kernel: str, tile: Tile) -> KernelSpec:
         """Return a kernel of the family."""

@@ -177,7 +177,9 @@ class MmaBuilder(Builder):
     def _find(self, kernel: str, table: tuple[configs.MmaRow, ...]) -> MmaTile:
         """Return the tile that a kernel gets of a table, or the one asked for."""
         if self._is_forced(kernel):
-            self._check(kernel, self.forced)
+            across = kernel == "forward" and self.forced.across != 1
+            fault = "only dk and dv have warps across" if across else ""
+            self.check_forced(kernel, self.forced, fault)
             return self.forced
         return self._choose(kernel, table)[1]
 
@@ -233,25 +235,6 @@ class MmaBuilder(Builder):
         if self.forced is None or kernel == "backward_dbias":
             return False
         return kernel != "backward_dq" or self.forced.across == 1
-
-    def _check(self, kernel: str, tile: MmaTile) -> None:
-        p = self.problem
-        fault = tile.fault(p.dtype)
-        if not fault and kernel == "forward" and tile.across != 1:
-            fault = "only dk and dv have warps across"
-        if fault:
-            raise DoesNotFit(f"config asks for tile {tile.name}: {fault}")
-        needed = self.spec(kernel, tile).shared_memory
-        if (
-            needed > self.device.shared_memory
-            or tile.depth < p.head_dim
-            or tile.depth_v < p.head_dim_v
-        ):
-            raise DoesNotFit(
-                f"config asks for tile {tile.name}, which doesn't fit: {needed} of "
-                f"{self.device.shared_memory} bytes of shared memory, head_dim "
-                f"{p.head_dim} and {p.head_dim_v}"
-            )
 
     def _blocks_fit(self, kernel: str, tile: MmaTile) -> bool:
         """Whether a multiprocessor has shared memory for the blocks it should hold."""

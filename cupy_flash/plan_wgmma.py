@@ -134,7 +134,7 @@ class WgmmaBuilder(Builder):
     def _tile(self) -> WgmmaTile:
         """Return the tile that the table gives, or the one asked for."""
         if isinstance(self.forced, WgmmaTile):
-            self._check(self.forced)
+            self.check_forced("forward", self.forced)
             return self.forced
         p = self.problem
         banded = p.left is not None or p.right is not None
@@ -161,24 +161,6 @@ class WgmmaBuilder(Builder):
     def _count(self, tile: WgmmaTile) -> int:
         p = self.problem
         return p.batch * p.heads_q * blocks(p.seqlen_q, tile.rows)
-
-    def _check(self, tile: WgmmaTile) -> None:
-        """Raise DoesNotFit if no kernel, or not this call, can have a tile."""
-        p = self.problem
-        fault = tile.fault(p.dtype)
-        if fault:
-            raise DoesNotFit(f"config asks for tile {tile.name}: {fault}")
-        needed = self.spec("forward", tile).shared_memory
-        if (
-            needed > self.device.shared_memory
-            or tile.depth < p.head_dim
-            or tile.depth_v < p.head_dim_v
-        ):
-            raise DoesNotFit(
-                f"config asks for tile {tile.name}, which doesn't fit: {needed} of "
-                f"{self.device.shared_memory} bytes of shared memory, head_dim "
-                f"{p.head_dim} and {p.head_dim_v}"
-            )
 
 
 def copied(problem: Problem) -> tuple[str, ...]:
