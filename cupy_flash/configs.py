@@ -236,16 +236,23 @@ class WgmmaRow:
 # (bench/LOG.md); those that follow, with fewer rows a tile, are for problems with less
 # than a tile for each multiprocessor.
 WGMMA_FORWARD = (
-    WgmmaRow(64, 64, consumers=3, columns=64, stages=4),
+    WgmmaRow(64, 64, 4, 64, 4, ping_pong=True, banded=False),
+    WgmmaRow(64, 64, 4, 64, 4, ping_pong=True, banded=True, min_keys=8192),
+    WgmmaRow(64, 64, consumers=4, columns=64, stages=6, banded=True),
+    WgmmaRow(64, 64, consumers=2, columns=128, stages=4),
     WgmmaRow(64, 64, consumers=1, columns=128, stages=4),
-    WgmmaRow(128, 128, consumers=3, columns=64, stages=3, banded=True, min_keys=2048),
+    WgmmaRow(96, 96, 4, 48, 3, ping_pong=True, banded=False),
+    WgmmaRow(96, 96, consumers=3, columns=64, stages=4, banded=True),
+    WgmmaRow(128, 128, consumers=3, columns=64, stages=3),
     WgmmaRow(128, 128, consumers=2, columns=128, stages=2),
     WgmmaRow(128, 128, consumers=1, columns=128, stages=2),
     WgmmaRow(192, 128, consumers=2, columns=96, stages=2),
+    WgmmaRow(192, 192, 2, 80, 2, ping_pong=True, banded=False),
+    WgmmaRow(192, 192, 2, 80, 2, banded=True, min_keys=2048),
     WgmmaRow(192, 192, consumers=2, columns=64, stages=2),
     WgmmaRow(192, 192, consumers=1, columns=64, stages=2),
     WgmmaRow(256, 256, 2, 64, 2, ping_pong=True, banded=False, min_keys=1024),
-    WgmmaRow(256, 256, 2, 64, 2, ping_pong=True, banded=True, min_keys=2048),
+    WgmmaRow(256, 256, 2, 64, 2, banded=True, min_keys=1024),
     WgmmaRow(256, 256, consumers=2, columns=48, stages=2),
     WgmmaRow(256, 256, consumers=1, columns=64, stages=2),
 )

@@ -84,59 +84,69 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
 
   const Turns<Traits::kConsumers, Traits::kPingPong> turns(group);
   Slot<kStages> slot;
-  Slot<kQueryStages> q_slot;
   Slot<ForwardStorage<Traits>::Ends::kOutputStages> out_slot;
-  typename WorkQueue<Traits>::Place taken, finished;
 
-  // The piece of work stays in shared memory until it is finished.
+  // The piece of work, by its number; it stays in shared memory until it is closed.
+  int piece = 0;
   const Work<Traits>* work;
   GroupWork own;
-  const auto next_work = [&]() {
-    work = &shared.queue.wait(taken);
-    taken.advance();
-    taken.make_uniform();
+  int first;
+  Range whole;
+  const auto begin_work = [&]() {
+    work = &shared.queue.wait(slot_of<WorkQueue<Traits>::kStages>(piece));
     own = work->group[group];
-    own.first = uniform(own.first);
     own.last = uniform(own.last);
     own.skipped = uniform(own.skipped);
+    first = uniform(work->tiles.begin);
+    whole = work->whole;
     return uniform(work->row0) >= 0;
   };
+  const auto q_slot = [&]() { return slot_of<kQueryStages>(piece); };
   const float to_exponent = Logits<Traits>::to_exponent(params);
   // Tiles that the block visits, but no row of this group sees.
   const auto skip = [&](int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
       shared.k_pipeline.wait(slot);
-      shared.k_pipeline.release(slot);
       shared.v_pipeline.wait(slot);
+      __syncwarp();  // all lanes have seen that the stages were full
+      shared.k_pipeline.release(slot);
       shared.v_pipeline.release(slot);
       slot.advance();
     }
     slot.make_uniform();
   };
   Sums<kO> o = {};
-  const auto finish = [&](const Work<Traits>& of, const Softmax<Element>& softmax) {
+  // The end of a piece of work: first its rows, when they are all summed, and then, when the next
+  // may have begun already, its output.
+  const auto close_work = [&](const Softmax<Element>& softmax, float (&factor)[2]) {
+    close_rows(params, *work, warp_row, to_exponent, softmax, factor);
+    __syncwarp();  // all lanes need the work no more
+    shared.queue.release(slot_of<WorkQueue<Traits>::kStages>(piece));
+    piece = uniform(piece + 1);
+  };
+  const auto finish_output = [&](const float (&factor)[2]) {
     if constexpr (Traits::kOutputApart) shared.out_pipeline.wait_empty(out_slot);
-    write_output<Traits>(params, shared.ends.out(out_slot.stage), of, group, o, softmax);
-    __syncwarp();  // all lanes have written, and need the work no more
+    write_output<Traits>(shared.ends.out(out_slot.stage), group, warp_row, o, factor);
+    __syncwarp();  // all lanes have written
     shared.out_pipeline.publish(out_slot);
     out_slot.advance();
-    shared.queue.release(finished);
-    finished.advance();
     clear_sums<kO>(o);
   };
 
-  bool more = next_work();
+  bool more = begin_work();
 #pragma unroll 1
   while (more) {
-    shared.q_pipeline.wait(q_slot);
+    shared.q_pipeline.wait(q_slot());
     skip(own.skipped);
     Softmax<Element> softmax;
-    if (!own.has_keys()) {
-      if constexpr (Traits::kOutputApart) shared.q_pipeline.release(q_slot);
-      finish(*work, softmax);
-      q_slot.advance();
-      more = next_work();
+    float factor[2];
+    if (own.last < first) {
+      __syncwarp();  // all lanes have seen that the queries were there
+      if constexpr (Traits::kOutputApart) shared.q_pipeline.release(q_slot());
+      close_work(softmax, factor);
+      finish_output(factor);
+      more = begin_work();
       continue;
     }
 
@@ -147,40 +157,39 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
       shared.k_pipeline.wait(slot);
       ptx::hold(flat<kN>(s));
       ptx::wgmma_fence();
-      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot.stage), group_row,
+      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot().stage), group_row,
                                         shared.k[slot.stage]);
       ptx::wgmma_wait<0>();
       ptx::hold(flat<kN>(s));
       shared.k_pipeline.release(slot);
-      if (Traits::kOutputApart && tile == own.first) shared.q_pipeline.release(q_slot);
+      if (Traits::kOutputApart && tile == first) shared.q_pipeline.release(q_slot());
       finish_logits(params, *work, own.clear, warp_row, tile, s);
       float unused[2];
-      softmax.template update<kN>(s, p, to_exponent, unused);
+      softmax.template update<kN>(s, to_exponent, unused);
+      make_weights<Element, kN>(p, s);
     }
 
     // P of a tile is multiplied with V while S of the next is computed: the next of this work, or
     // after the last one, the first of the work that follows.
-    const Work<Traits>* done;
     Slot<kStages> v_slot;
 #pragma unroll 1
     while (true) {
       // Weights are zeros for keys that no row of the block sees, but 0 * NaN isn't.
-      if (!mma::contains(own.whole, tile)) {
+      if (!mma::contains(whole, tile)) {
         shared.v_pipeline.wait(slot);
         clear_unseen<Traits>(shared.v[slot.stage], tile * Traits::kColumns, work->keys, group);
       }
       v_slot = slot;
       slot.advance();
-      const bool ends = tile == own.first;
+      const bool ends = tile == first;
       --tile;
       if (ends) {
-        done = work;
-        q_slot.advance();
-        more = next_work();
-        if (kQueryStages == 1 || !more || !own.has_keys() || own.skipped >= kStages) break;
+        close_work(softmax, factor);
+        softmax = {};
+        more = begin_work();
+        if (kQueryStages == 1 || !more || own.last < first || own.skipped >= kStages) break;
         skip(own.skipped);
-        q_slot.make_uniform();
-        shared.q_pipeline.wait(q_slot);
+        shared.q_pipeline.wait(q_slot());
         tile = own.last;
       }
       Sums<kN> s;
@@ -190,7 +199,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
       ptx::hold(flat(p));
       ptx::hold(flat<kO>(o));
       ptx::wgmma_fence();
-      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot.stage), group_row,
+      begin_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot().stage), group_row,
                                         shared.k[slot.stage]);
       shared.v_pipeline.wait(v_slot);
       begin_output<Element, kO>(o, p, shared.v[v_slot.stage]);
@@ -198,26 +207,35 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
 
       ptx::wgmma_wait<1>();
       ptx::hold(flat<kN>(s));
-      shared.k_pipeline.release(slot);
-      if (Traits::kOutputApart && tile == own.first) shared.q_pipeline.release(q_slot);
-      finish_logits(params, *work, own.clear, warp_row, tile, s);
-      const Softmax<Element> before = softmax;
-      if (ends) softmax = {};
-      Weights<kN> next;
+      bool rescales;
       float rescale[2];
-      const bool rescales = softmax.template update<kN>(s, next, to_exponent, rescale);
+      bool assumes = softmax.is_settled();
+#pragma unroll 1
+      while (true) {
+        finish_logits(params, *work, own.clear, warp_row, tile, s);
+        if (!assumes) {
+          rescales = softmax.template update<kN>(s, to_exponent, rescale);
+          break;
+        }
+        if (softmax.template assume<kN>(s, to_exponent, rescales, rescale)) break;
+        assumes = false;
+        repeat_logits<Element, kDepth, kN>(s, shared.ends.q(q_slot().stage), warp_row,
+                                           shared.k[slot.stage]);
+      }
+      shared.k_pipeline.release(slot);
+      if (Traits::kOutputApart && tile == first) shared.q_pipeline.release(q_slot());
 
       ptx::wgmma_wait<0>();
       ptx::hold(flat<kO>(o));
       ptx::hold(flat(p));
       shared.v_pipeline.release(v_slot);
       if (ends) {
-        finish(*done, before);
+        finish_output(factor);
       } else if (rescales) {
-        rescale_output<kO>(o, rescale);
+        multiply_rows<kO>(o, rescale);
       }
-      copy_weights(p, next);
-      ptx::hold(flat(p));  // or the copy might move behind the products that come next
+      make_weights<Element, kN>(p, s);
+      ptx::hold(flat(p));  // or they might be made behind the products that come next
     }
     shared.v_pipeline.wait(v_slot);
     ptx::hold(flat(p));
@@ -227,7 +245,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kO>(o));
     shared.v_pipeline.release(v_slot);
-    finish(*done, softmax);
+    finish_output(factor);
   }
 }
 

@@ -12,31 +12,46 @@ namespace wgmma {
 // Of the threads of one warpgroup; barrier 0 is the block's.
 CUPY_FLASH_DEVICE void group_barrier(int group) { ptx::named_barrier(1 + group, kWarpgroup); }
 
-// Writes 64 rows to shared memory.
-template <class Traits, class TileO, int kO>
-CUPY_FLASH_DEVICE void write_output(const Params<Traits::kBatchAxes>& params, TileO& out,
-                                    const Work<Traits>& work, int group, const Sums<kO>& o,
-                                    const Softmax<typename Traits::Element>& softmax) {
-  using Element = typename Traits::Element;
+// Writes lse of the two rows that a lane has a part of, and finds out what their sums are to be
+// multiplied with; less than 0: the row is empty.
+template <class Traits>
+CUPY_FLASH_DEVICE void close_rows(const Params<Traits::kBatchAxes>& params,
+                                  const Work<Traits>& work, int warp_row, float to_exponent,
+                                  const Softmax<typename Traits::Element>& softmax,
+                                  float (&factor)[2]) {
   const mma::Lane lane;
-  const int row = group * kGroupRows + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane.g;
   const auto lse = head_vector<float>(params.lse, params.lse_strides, work.batch, work.head);
-  if constexpr (!Traits::kOutputApart) group_barrier(group);  // the queries have been read
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = work.row0 + row + 8 * half;
+    const int query = work.row0 + warp_row + lane.g + 8 * half;
     const float sum = mma::row_sum(softmax.sum[half]);
     const bool empty = sum == 0 || query >= work.seqlen.q;
     if (params.lse != nullptr && lane.t == 0 && query < params.seqlen_q) {
       lse.data[query * lse.stride] =
-          empty ? -Constants<float>::infinity() : softmax.log_sum(half, sum);
+          empty ? -Constants<float>::infinity() : softmax.log_sum(half, sum, to_exponent);
     }
-    const float inverse = 1 / sum;
+    factor[half] = empty ? -1.0f : 1 / sum;
+  }
+}
+
+// Writes 64 rows to shared memory.
+template <class Traits, class TileO, int kO>
+CUPY_FLASH_DEVICE void write_output(TileO& out, int group, int warp_row, const Sums<kO>& o,
+                                    const float (&factor)[2]) {
+  using Element = typename Traits::Element;
+  mma::Lane lane;
+  // Or addresses would be kept in registers all the time.
+  lane.g = ptx::opaque(lane.g);
+  lane.t = ptx::opaque(lane.t);
+  if constexpr (!Traits::kOutputApart) group_barrier(group);  // the queries have been read
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool empty = factor[half] < 0;
 #pragma unroll
     for (int j = 0; j < kO; ++j) {
-      const float low = empty ? 0.0f : o[0][j][2 * half] * inverse;
-      const float high = empty ? 0.0f : o[0][j][2 * half + 1] * inverse;
-      *reinterpret_cast<u32*>(out.pack_at(row + 8 * half, 8 * j) + 2 * lane.t) =
+      const float low = empty ? 0.0f : o[0][j][2 * half] * factor[half];
+      const float high = empty ? 0.0f : o[0][j][2 * half + 1] * factor[half];
+      *reinterpret_cast<u32*>(out.pack_at(warp_row + lane.g + 8 * half, 8 * j) + 2 * lane.t) =
           mma::narrow_pair(low, high, Element{});
     }
   }

@@ -13,7 +13,8 @@
 namespace cupy_flash {
 namespace wgmma {
 
-// Registers of a thread, by the number of consumers; together at most the multiprocessor's 65536.
+// Registers of a thread, by the number of consumers; together at most those of the launch, where
+// all threads have as many, a multiple of 8.
 template <int kConsumers>
 constexpr int kConsumerRegisters = kConsumers == 4   ? 112
                                    : kConsumers == 3 ? 160

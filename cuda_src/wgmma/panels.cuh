@@ -31,6 +31,11 @@ struct alignas(kAtom) Panels {
     return data[column / kPanelColumns][row] + 8 * pack;
   }
 
+  // The same as instructions of a warp take it.
+  CUPY_FLASH_DEVICE u32 address(int row, int column) {
+    return ptx::shared_address(pack_at(row, column));
+  }
+
   // As a factor whose channels run along the depth of the product, from a row on that is a multiple
   // of 8. `channel_step` leads to the 16 channels that follow.
   CUPY_FLASH_DEVICE u64 along_depth(int row) const {

@@ -27,6 +27,13 @@ struct Slot {
   }
 };
 
+// The place of the n-th that goes through a ring of so many stages.
+template <int kStages>
+CUPY_FLASH_DEVICE Slot<kStages> slot_of(u32 n) {
+  static_assert((kStages & (kStages - 1)) == 0, "a power of two");
+  return {int(n % kStages), int(n / kStages % 2)};
+}
+
 template <int kStages>
 struct Pipeline {
   ptx::Mbarrier full[kStages];

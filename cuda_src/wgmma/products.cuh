@@ -1,6 +1,7 @@
 // The two products of attention, as groups of wgmma that run while the warps go on.
 #pragma once
 
+#include "mma/atom.cuh"
 #include "ptx/opaque.cuh"
 #include "wgmma/panels.cuh"
 
@@ -25,6 +26,15 @@ CUPY_FLASH_DEVICE u32 (&flat(u32 (&weights)[kFragments][4]))[4 * kFragments] {
   return reinterpret_cast<u32(&)[4 * kFragments]>(weights);
 }
 
+template <int kN>
+CUPY_FLASH_DEVICE void clear_sums(Sums<kN>& sums) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[0][j][c] = 0;
+  }
+}
+
 // Begins S = Q Kᵀ, for 64 rows of Q from `row` on.
 template <class Element, int kDepth, int kN, class TileQ, class TileK>
 CUPY_FLASH_DEVICE void begin_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
@@ -38,6 +48,26 @@ CUPY_FLASH_DEVICE void begin_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
   ptx::wgmma_commit();
 }
 
+// S = Q Kᵀ of a warp by itself, for its 16 rows from `row` on. Slow: for what is seldom needed
+// again.
+template <class Element, int kDepth, int kN, class TileQ, class TileK>
+CUPY_FLASH_DEVICE void repeat_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
+  using Atom = mma::HalfAtom<Element>;
+  clear_sums<kN>(s);
+#pragma unroll 1
+  for (int channel = 0; channel < kDepth; channel += Atom::kReadDepth) {
+    typename Atom::Left left;
+    Atom::read_left(left, q, row, channel);
+#pragma unroll
+    for (int j = 0; j < kN; j += Atom::kReadTiles) {
+      typename Atom::Right right[Atom::kReadTiles];
+      Atom::read_right(right, k, 8 * j, channel);
+#pragma unroll
+      for (int i = 0; i < Atom::kReadTiles; ++i) Atom::multiply(s[0][j + i], left, right[i]);
+    }
+  }
+}
+
 // Begins O += P V.
 template <class Element, int kO, int kFragments, class TileV>
 CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], TileV& v) {
@@ -49,30 +79,26 @@ CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], 
   ptx::wgmma_commit();
 }
 
-template <int kO>
-CUPY_FLASH_DEVICE void clear_sums(Sums<kO>& o) {
+// The two rows that a lane has a part of, each by its factor.
+template <int kN>
+CUPY_FLASH_DEVICE void multiply_rows(Sums<kN>& sums, const float (&factor)[2]) {
 #pragma unroll
-  for (int j = 0; j < kO; ++j) {
+  for (int j = 0; j < kN; ++j) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) o[0][j][c] = 0;
+    for (int c = 0; c < 4; ++c) sums[0][j][c] *= factor[c / 2];
   }
 }
 
-template <int kO>
-CUPY_FLASH_DEVICE void rescale_output(Sums<kO>& o, const float (&factor)[2]) {
+// Rounds exponentials to the left factor of O += P V.
+template <class Element, int kN>
+CUPY_FLASH_DEVICE void make_weights(Weights<kN>& p, const Sums<kN>& s) {
 #pragma unroll
-  for (int j = 0; j < kO; ++j) {
+  for (int j = 0; j < kN; ++j) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) o[0][j][c] *= factor[c / 2];
-  }
-}
-
-template <int kFragments>
-CUPY_FLASH_DEVICE void copy_weights(u32 (&to)[kFragments][4], const u32 (&from)[kFragments][4]) {
-#pragma unroll
-  for (int t = 0; t < kFragments; ++t) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) to[t][c] = from[t][c];
+    for (int half = 0; half < 2; ++half) {
+      p[j / 2][j % 2 * 2 + half] =
+          mma::narrow_pair(s[0][j][2 * half], s[0][j][2 * half + 1], Element{});
+    }
   }
 }
 

@@ -11,13 +11,9 @@ namespace wgmma {
 
 // What a warpgroup computes of a piece of work: tiles of keys, from the last to the first.
 struct GroupWork {
-  int first;
-  int last;     // less than `first`: no query sees a key
+  int last;     // less than the block's first: no query sees a key
   int skipped;  // tiles after it, which the block visits for other groups
   Range clear;  // tiles all of whose keys all queries of the group see
-  Range whole;  // tiles all of whose keys are seen by some query of the block, or lie past the end
-
-  CUPY_FLASH_DEVICE bool has_keys() const { return last >= first; }
 };
 
 // Queries of one head, and the keys that they see.
@@ -29,6 +25,7 @@ struct Work {
   Seqlen seqlen;
   Range keys;
   Range tiles;  // of keys
+  Range whole;  // those all of whose keys are seen by some query, or lie past the end
   GroupWork group[Traits::kConsumers];
 
   // Made in shared memory, piece by piece: the thread that does it has few registers.
@@ -41,6 +38,8 @@ struct Work {
     const Mask<Traits> mask(params, batch, head, seqlen);
     keys = mask.band.keys_of(row0, row0 + Traits::kRows);
     tiles = tiles_of(keys);
+    whole.begin = ceil_div(keys.begin, Traits::kColumns);
+    whole.end = keys.end == int(params.seqlen_k) ? tiles.end : keys.end / Traits::kColumns;
 #pragma unroll 1
     for (int g = 0; g < Traits::kConsumers; ++g) {
       const int group_row = row0 + g * kGroupRows;
@@ -48,12 +47,9 @@ struct Work {
       // Where groups take turns, they must come equally often.
       const int end = Traits::kPingPong ? tiles.end : max_of(own.end, tiles.begin);
       const Range clear = mma::clear_keys(mask, group_row, kGroupRows);
-      const int seen = keys.end == int(params.seqlen_k) ? tiles.end : keys.end / Traits::kColumns;
-      group[g] = {tiles.begin,
-                  end - 1,
+      group[g] = {end - 1,
                   tiles.end - end,
-                  {ceil_div(clear.begin, Traits::kColumns), clear.end / Traits::kColumns},
-                  {ceil_div(keys.begin, Traits::kColumns), seen}};
+                  {ceil_div(clear.begin, Traits::kColumns), clear.end / Traits::kColumns}};
     }
   }
 
@@ -100,8 +96,8 @@ struct Schedule {
 // From the thread that finds out what is to be done to all others.
 template <class Traits>
 struct WorkQueue {
-  // Consumers still store the output of one piece while they begin with the next.
-  static constexpr int kStages = 3;
+  // While consumers are at one piece, the next may be loaded, and another be planned.
+  static constexpr int kStages = 4;
   using Place = Slot<kStages>;
   Pipeline<kStages> pipeline;
   Work<Traits> work[kStages];

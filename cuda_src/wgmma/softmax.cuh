@@ -2,9 +2,9 @@
 //
 // Exponentials are taken relative to a reference that is about the maximum of the row so far. Most
 // tiles don't raise the maximum, so the reference is first assumed to hold: exponentials are made
-// and summed without looking for a maximum. Only if a sum comes out too large are they taken back
-// and made again relative to the new maximum. The logits are still there, so nothing is lost,
-// whatever they are.
+// and summed without looking for a maximum. If a sum comes out too large, they are divided by a
+// power of 2, and the reference moves with them. Only beyond all floats they say nothing any more:
+// then the logits are needed once more, and their maximum is taken first.
 #pragma once
 
 #include "mma/softmax.cuh"
@@ -18,50 +18,58 @@ class Softmax {
  public:
   float sum[2];  // of this lane's exponentials; the row's sum is taken once, at the end
 
-  CUPY_FLASH_DEVICE Softmax() : settled_(false), huge_(false) {
+  CUPY_FLASH_DEVICE Softmax() : state_(kUnknown) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = 0;
-      shift_[half] = 0;
       reference_[half] = -Constants<float>::infinity();
     }
   }
 
   // The logarithm of the sum of a row's exponentials, given what `sum` adds up to. It begins from
-  // the shift as it was rounded, because that is what was taken off.
-  CUPY_FLASH_DEVICE float log_sum(int half, float row_sum) const {
+  // the reference as it was rounded, because that is what was taken off.
+  CUPY_FLASH_DEVICE float log_sum(int half, float row_sum, float to_exponent) const {
     constexpr float kLn2 = 0.693147180559945309417f;
-    return (shift_[half] - kHeadroom) * kLn2 + log_of(row_sum * float(1 << kHeadroom));
+    const float exponent =
+        is_huge() ? reference_[half] * to_exponent : reference_[half] - float(kHeadroom);
+    return exponent * kLn2 + log_of(row_sum * float(1 << kHeadroom));
   }
 
-  // Turns logits into exponentials; `to_exponent` is the factor from their unit to a base-2
-  // exponent. Returns whether what was summed before has to be multiplied by `rescale`.
+  // Whether exponentials can be made before anyone has looked for a maximum.
+  CUPY_FLASH_DEVICE bool is_settled() const { return state_ == kSettled; }
+
+  // Turns logits into exponentials, relative to the reference as it is; `to_exponent` is the factor
+  // from their unit to a base-2 exponent. Returns whether that could be done: if not, the logits
+  // are lost, and nothing else has changed. `moved` tells whether what was summed before has to be
+  // multiplied by `rescale`.
   template <int kN>
-  CUPY_FLASH_DEVICE bool update(Sums<kN>& s, Weights<kN>& p, float to_exponent,
-                                float (&rescale)[2]) {
+  CUPY_FLASH_DEVICE bool assume(Sums<kN>& s, float to_exponent, bool& moved, float (&rescale)[2]) {
     float part[2];
-    bool moved = false;
-    bool repeat = !settled_;
-    if (settled_) {
-      exponentials<kN>(s, p, part, to_exponent, shift_);
-      const bool fits = max_of(part[0], part[1]) <= kMost;
-      repeat = __any_sync(kAllLanes, !fits);
+    exponentials<kN>(s, part, to_exponent, reference_);
+    moved = false;
+    if (__any_sync(kAllLanes, !(max_of(part[0], part[1]) <= kMost))) {
+      const float most[2] = {mma::row_max(part[0]), mma::row_max(part[1])};
+      // NaN is lost, too.
+      if (__any_sync(kAllLanes, !(most[0] < kLost && most[1] < kLost))) return false;
+      lower<kN>(s, part, most, rescale);
+      moved = true;
     }
-    if (repeat) {
-      float most[2];
-      row_maxima<kN>(s, most);
-      const bool moves = (most[0] - reference_[0]) * to_exponent > kSlack ||
-                         (most[1] - reference_[1]) * to_exponent > kSlack;
-      if (__any_sync(kAllLanes, moves)) moved = move_references(most, to_exponent, rescale);
-      float factor = to_exponent;
-      float shift[2] = {shift_[0], shift_[1]};
-      if (huge_) {
-        subtract<kN>(s, to_exponent);
-        factor = 1;
-        shift[0] = shift[1] = 0;
-      }
-      exponentials<kN>(s, p, part, factor, shift);
-    }
+    sum[0] += part[0];
+    sum[1] += part[1];
+    return true;
+  }
+
+  // The same relative to a reference that fits the logits. Returns `moved`.
+  template <int kN>
+  CUPY_FLASH_DEVICE bool update(Sums<kN>& s, float to_exponent, float (&rescale)[2]) {
+    float most[2];
+    row_maxima<kN>(s, most);
+    const bool moved = move_references(most, to_exponent, rescale);
+    if (is_huge()) subtract<kN>(s, to_exponent);
+    const float factor = is_huge() ? 1.0f : to_exponent;
+    const float shift[2] = {this->shift(0), this->shift(1)};
+    float part[2];
+    exponentials<kN>(s, part, factor, shift);
     sum[0] += part[0];
     sum[1] += part[1];
     return moved;
@@ -73,31 +81,69 @@ class Softmax {
   // weights have little room below 1. In bf16 they have, and room above 1 would be taken from the
   // values that they are multiplied with; much further below 1, exponents would have fewer digits.
   static constexpr bool kNarrow = kIsFp16<Element>;
-  static constexpr int kHeadroom = kNarrow ? 4 : 20;
-  static constexpr float kMost = kNarrow ? 1 << 15 : 1 << 10;
+  static constexpr int kHeadroom = kNarrow ? 4 : 26;
+  static constexpr float kMost = kNarrow ? 1 << 15 : 4;
   // Where the maximum is looked at, it may grow by this exponent before the reference follows.
-  static constexpr float kSlack = 8;
+  static constexpr int kSlack = 8;
+  static constexpr float kLost = 1.2676506e30f;  // 2^100
 
+  // What exponentials are relative to: an exponent, which is that of a logit and kHeadroom more, or
+  // if the warp has huge ones, a logit; -inf if no key was seen yet.
   float reference_[2];
-  float shift_[2];  // the exponent that exponentials are relative to
-  bool settled_;    // all rows of the warp have a reference, and none is huge
-  bool huge_;       // some is
+  enum State {
+    kUnknown,  // some row of the warp has no reference
+    kSettled,
+    kHuge,  // the reference of some row is
+  };
+  State state_;
 
+  CUPY_FLASH_DEVICE bool is_huge() const { return state_ == kHuge; }
+  CUPY_FLASH_DEVICE static bool is_none(float reference) {
+    return reference == -Constants<float>::infinity();
+  }
+
+  // Where the first logits are large, so may be what larger ones come later: there is more room, of
+  // no more digits than the logits lack.
+  CUPY_FLASH_DEVICE static float margin(float first_exponent) {
+    return kNarrow ? 0.0f : min_of(0.5f * abs_of(first_exponent), 24.0f);
+  }
+
+  CUPY_FLASH_DEVICE float shift(int half) const {
+    return is_huge() || is_none(reference_[half]) ? 0.0f : reference_[half];
+  }
+
+  // Turns logits into exponentials in place.
   template <int kN>
-  CUPY_FLASH_DEVICE static void exponentials(const Sums<kN>& s, Weights<kN>& p, float (&part)[2],
-                                             float factor, const float (&shift)[2]) {
+  CUPY_FLASH_DEVICE static void exponentials(Sums<kN>& s, float (&part)[2], float factor,
+                                             const float (&shift)[2]) {
     part[0] = part[1] = 0;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float low = exp2_of(fma_of(s[0][j][2 * half], factor, -shift[half]));
-        const float high = exp2_of(fma_of(s[0][j][2 * half + 1], factor, -shift[half]));
-        part[half] += low;
-        part[half] += high;
-        p[j / 2][j % 2 * 2 + half] = mma::narrow_pair(low, high, Element{});
+      for (int c = 0; c < 4; ++c) {
+        s[0][j][c] = exp2_of(fma_of(s[0][j][c], factor, -shift[c / 2]));
+        part[c / 2] += s[0][j][c];
       }
     }
+  }
+
+  // Divides exponentials by powers of 2, so that those of a row are about where they begin, and
+  // moves the references along. `most` is about the largest. When one row has to move, all do that
+  // are far behind, so that the next time is far off.
+  template <int kN>
+  CUPY_FLASH_DEVICE void lower(Sums<kN>& s, float (&part)[2], const float (&most)[2],
+                               float (&rescale)[2]) {
+    constexpr float kFar = float(1 << kSlack) / (1 << kHeadroom);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float before = reference_[half];
+      const int exponent = int(__float_as_uint(most[half]) >> 23) - 126;
+      if (most[half] > kFar) reference_[half] += float(exponent + kHeadroom);
+      rescale[half] = exp2_of(before - reference_[half]);
+      part[half] *= rescale[half];
+      sum[half] *= rescale[half];
+    }
+    multiply_rows<kN>(s, rescale);
   }
 
   template <int kN>
@@ -123,34 +169,47 @@ class Softmax {
     }
   }
 
-  // Returns whether anything was summed relative to a reference that has moved.
+  // Lets the references follow the maxima. Returns whether anything was summed relative to one that
+  // has moved.
   CUPY_FLASH_DEVICE bool move_references(const float (&most)[2], float to_exponent,
                                          float (&rescale)[2]) {
-    bool moved = false, some_huge = false, unknown = false;
+    float before[2], after[2];
+    bool some_huge = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float before = reference_[half];
-      const float shift_before = shift_[half];
+      before[half] = is_huge() || is_none(reference_[half])
+                         ? reference_[half]
+                         : (reference_[half] - float(kHeadroom)) / to_exponent;
       // Not true if both are -inf.
-      const bool moves = (most[half] - before) * to_exponent > kSlack;
-      const float after = moves ? most[half] : before;
-      // If a row has seen no key yet, -inf - (-inf) would be NaN.
-      const bool none = after == -Constants<float>::infinity();
-      reference_[half] = after;
-      shift_[half] = none ? 0.0f : after * to_exponent + kHeadroom;
-      const bool huge = mma::is_huge(before, to_exponent) || mma::is_huge(after, to_exponent);
-      const float exponent = huge ? (before - after) * to_exponent : shift_before - shift_[half];
-      const bool known = !(before == -Constants<float>::infinity());
+      const bool moves = (most[half] - before[half]) * to_exponent > float(kSlack);
+      after[half] = moves ? most[half] : before[half];
+      some_huge = some_huge || mma::is_huge(after[half], to_exponent);
+    }
+    const bool was_huge = is_huge();
+    const bool huge = __any_sync(kAllLanes, some_huge);
+    bool moved = false, unknown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool none = is_none(after[half]);
+      const bool moves = after[half] != before[half];
+      const bool known = !is_none(before[half]);
+      const float shift_before = reference_[half];
+      if (moves || huge != was_huge) {
+        const float exponent = after[half] * to_exponent;
+        reference_[half] = huge || none
+                               ? after[half]
+                               : exponent + float(kHeadroom) + (known ? 0 : margin(exponent));
+      }
+      const float exponent = huge || was_huge ? (before[half] - after[half]) * to_exponent
+                                              : shift_before - reference_[half];
       rescale[half] = !moves ? 1.0f : known ? exp2_of(exponent) : 0.0f;
       sum[half] *= rescale[half];
       moved = moved || (moves && known);
-      some_huge = some_huge || mma::is_huge(after, to_exponent);
       unknown = unknown || none;
     }
-    moved = __any_sync(kAllLanes, moved);
-    settled_ = !__any_sync(kAllLanes, some_huge || unknown);
-    huge_ = !settled_ && __any_sync(kAllLanes, some_huge);
-    return moved;
+    unknown = __any_sync(kAllLanes, unknown);
+    state_ = huge ? kHuge : unknown ? kUnknown : kSettled;
+    return __any_sync(kAllLanes, moved);
   }
 
   // Turns logits into exponents. Where the rounding of a huge shift is too coarse, logits are
@@ -159,14 +218,13 @@ class Softmax {
   CUPY_FLASH_DEVICE void subtract(Sums<kN>& s, float to_exponent) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool exact = mma::is_huge(reference_[half], to_exponent);
+      const float reference = is_none(reference_[half]) ? 0.0f : reference_[half];
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[0][j][2 * half + c];
-          x = exact ? (x - reference_[half]) * to_exponent - kHeadroom
-                    : fma_of(x, to_exponent, -shift_[half]);
+          x = (x - reference) * to_exponent - float(kHeadroom);
         }
       }
     }

@@ -291,7 +291,7 @@ def test_faults_show_in_whatever_order(
 
 @pytest.mark.parametrize(
     ("loader", "report"),
-    [(24, ""), (40, "ask for 66560 registers, of 65536"), (176, "from at most 168")],
+    [(24, ""), (40, "ask for 66560 registers, of 64512"), (176, "from at most 168")],
 )
 def test_registers_that_there_are(loader: int, report: str) -> None:
     """Of three warpgroups, two of which take 240 for each thread."""
