@@ -120,6 +120,7 @@ class MmaRow:
 MMA_FORWARD = (
     MmaRow(2, 64, 128, 128, warps=4, blocks=2),
     MmaRow(2, 64, 128, 64, warps=4, blocks=2),
+    MmaRow(2, 64, 128, 128, warps=8),
     MmaRow(2, 64, 64, 64, warps=4, blocks=2),
     MmaRow(2, 128, 128, 64, warps=4, stages=2, blocks=2),
     MmaRow(2, 128, 128, 64, warps=4, blocks=2),
@@ -144,15 +145,15 @@ MMA_FORWARD = (
 # dk and dv, with dq beside them or without: the rows are keys.
 MMA_BACKWARD = (
     MmaRow(2, 64, 128, 32, warps=4, stages=2, blocks=2),
-    MmaRow(2, 64, 128, 32, warps=4),
-    MmaRow(2, 64, 64, 64, warps=4, stages=2),
+    MmaRow(2, 64, 64, 32, warps=2, stages=2, blocks=2),
+    MmaRow(2, 64, 64, 64, warps=4),
     MmaRow(2, 128, 128, 64, warps=8, stages=2, across=2),
     MmaRow(2, 128, 128, 64, warps=8, across=2),
-    MmaRow(2, 128, 64, 64, warps=8, stages=2, across=2),
     MmaRow(2, 128, 64, 32, warps=4, stages=2),
     MmaRow(2, 128, 64, 32, warps=4),
     MmaRow(2, 256, 64, 64, warps=8, stages=2, across=4),
     MmaRow(2, 256, 64, 64, warps=8, across=4),
+    MmaRow(2, 256, 32, 32, warps=4, stages=2, across=2),
     MmaRow(2, 256, 32, 32, warps=4, across=2),
     MmaRow(2, 256, 16, 32, warps=2, across=2),
     MmaRow(4, 64, 64, 32, warps=4, stages=2),
@@ -233,19 +234,19 @@ class WgmmaRow:
 
 
 # The first rows for a head size were the fastest of their neighbours on the H200
-# (bench/LOG.md); those that follow, with fewer rows a tile, are for problems with less
-# than a tile for each multiprocessor.
+# (bench/LOG.md); those that follow, with fewer rows a tile, are for problems with few
+# tiles for each multiprocessor.
 WGMMA_FORWARD = (
     WgmmaRow(64, 64, 4, 64, 4, ping_pong=True, banded=False),
     WgmmaRow(64, 64, 4, 64, 4, ping_pong=True, banded=True, min_keys=8192),
     WgmmaRow(64, 64, consumers=4, columns=64, stages=6, banded=True),
     WgmmaRow(64, 64, consumers=2, columns=128, stages=4),
-    WgmmaRow(64, 64, consumers=1, columns=128, stages=4),
+    WgmmaRow(64, 64, consumers=1, columns=64, stages=4),
     WgmmaRow(96, 96, 4, 48, 3, ping_pong=True, banded=False),
     WgmmaRow(96, 96, consumers=3, columns=64, stages=4, banded=True),
     WgmmaRow(128, 128, consumers=3, columns=64, stages=3),
     WgmmaRow(128, 128, consumers=2, columns=128, stages=2),
-    WgmmaRow(128, 128, consumers=1, columns=128, stages=2),
+    WgmmaRow(128, 128, consumers=1, columns=64, stages=4),
     WgmmaRow(192, 128, consumers=2, columns=96, stages=2),
     WgmmaRow(192, 192, 2, 80, 2, ping_pong=True, banded=False),
     WgmmaRow(192, 192, 2, 80, 2, banded=True, min_keys=2048),

@@ -25,6 +25,8 @@ _MAX_BATCH_AXES = 2  # a tensor map has five axes
 # or 60 MB, holds them beside the queries and outputs that pass through (bench/LOG.md).
 _SECTION = 32 * 2**20
 _LEAST_SECTION = 8  # heads
+# What a tile costs beside its rows, in rows: fewer rows share each copy of a key.
+_TILE_COST = 96
 
 
 def refusal(problem: Problem, device: DeviceInfo) -> str:
@@ -144,19 +146,20 @@ class WgmmaBuilder(Builder):
         )
         tiles = [tile for tile in possible if tile is not None]
         first = tiles[0]
-        counts = {tile: self._count(tile) for tile in tiles}
-        enough = [n for n in counts.values() if n >= self.device.multiprocessors]
-        wanted = enough[0] if enough else max(counts.values())
-        # Where fewer rows make as many tiles, the others would be padding.
-        found = min((t for t in tiles if counts[t] == wanted), key=lambda t: t.rows)
+        found = min(tiles, key=self._cost)
         self.reasons.append(f"forward: tile {found.name}")
         if found != first:
             self.reasons.append(
-                f"forward: {first.rows} rows a tile would be {counts[first]} tiles for "
-                f"{self.device.multiprocessors} multiprocessors, {found.rows} are "
-                f"{counts[found]}"
+                f"forward: {first.rows} rows a tile would be {self._count(first)} "
+                f"tiles for {self.device.multiprocessors} multiprocessors, "
+                f"{found.rows} are {self._count(found)}"
             )
         return found
+
+    def _cost(self, tile: WgmmaTile) -> int:
+        """Return about how long the multiprocessor with most tiles takes."""
+        tiles = blocks(self._count(tile), self.device.multiprocessors)
+        return tiles * (tile.rows + _TILE_COST)
 
     def _count(self, tile: WgmmaTile) -> int:
         p = self.problem

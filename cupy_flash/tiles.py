@@ -19,6 +19,11 @@ _ROW_PADDING = 16  # bytes between the rows of a shared-memory tile
 _WARPGROUP = 128  # threads
 _GROUP_ROWS = 64  # of one product of a warpgroup
 _HOPPER_SHARED_MEMORY = 227 * 1024  # that a block can have
+# Of a thread that computes, by the number of consumers; see wgmma/forward.cuh. Beside
+# sums and weights it needs about so many others: with less, products would have to
+# wait for each other.
+_HOPPER_REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
+_HOPPER_OTHER_REGISTERS = 26
 _PANEL_COLUMNS = 64  # of 16 bits: 128 bytes, which are swizzled together
 _PANEL_ALIGNMENT = 1024
 
@@ -306,7 +311,7 @@ class WgmmaTile:
 
     def fault(self, dtype: np.dtype) -> str:
         """Return why no kernel can have the tile; empty if one can."""
-        if not 1 <= self.consumers <= 4:
+        if self.consumers not in _HOPPER_REGISTERS:
             return "consumers must be 1 to 4"
         if not 1 <= self.stages <= 8:
             return "stages must be 1 to 8"
@@ -314,6 +319,12 @@ class WgmmaTile:
             return "columns must be a multiple of 16 up to 256"
         if any(d % 16 or not 16 <= d <= 256 for d in (self.depth, self.depth_v)):
             return "depth and depth_v must be multiples of 16 up to 256"
+        sums = (self.depth_v + self.columns) // 2 + self.columns // 4
+        if sums + _HOPPER_OTHER_REGISTERS > _HOPPER_REGISTERS[self.consumers]:
+            return (
+                f"sums and weights take {sums} registers of a thread, and it has "
+                f"{_HOPPER_REGISTERS[self.consumers]}"
+            )
         return ""
 
 

@@ -1,20 +1,24 @@
 """Runs a small grid of calls under NVIDIA's compute-sanitizer, once with each tool.
 
     python -m tests.gpu.sanitize
-    python -m tests.gpu.sanitize --tool memcheck,racecheck
+    python -m tests.gpu.sanitize --tool memcheck,racecheck --seconds 120
 
 Every kernel family forward and, if it can, backward, in every dtype that it has, with
 sizes that fill no tile.
-Kernels are compiled before, without the sanitizer, and the tools run side by side. What
-they found goes to bench/results/sanitizer.json if all tools ran to their end. The exit
-code is 1 if one found something, or didn't.
+Kernels are compiled before, without the sanitizer. A tool takes a second or more for
+each kernel, so the calls are divided into shares, each in a process of its own, side by
+side. What was found goes to bench/results/sanitizer.json if all came to their end. The
+exit code is 1 if something was found, or if one didn't.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import itertools
 import json
+import operator
 import os
 import re
 import shlex
@@ -94,6 +98,7 @@ class Found:
     errors : int, optional
         Errors and warnings; None if the tool didn't come to its end.
     calls : int
+        Those that it came to the end of.
     seconds : float
     report : tuple of str
         What it said, if that isn't that all is well.
@@ -103,6 +108,16 @@ class Found:
     calls: int
     seconds: float
     report: tuple[str, ...] = ()
+
+    def __add__(self, other: Found) -> Found:
+        """Return what was found in two shares that ran side by side."""
+        whole = self.errors is not None and other.errors is not None
+        return Found(
+            self.errors + other.errors if whole else None,
+            self.calls + other.calls,
+            max(self.seconds, other.seconds),
+            (self.report + other.report)[:KEPT_LINES],
+        )
 
 
 # --- The calls ------------------------------------------------------------------------
@@ -144,11 +159,12 @@ def kernels(device: str) -> list[KernelSpec]:
     return list(found)
 
 
-def run_all() -> int:
-    """Make all calls on the present GPU and return how many there were."""
+def run_all(share: int = 0, shares: int = 1) -> int:
+    """Make a share of the calls on the present GPU and return how many there were."""
     # Each array lies alone, so that an access beside it is one outside of any.
     cp.cuda.set_allocator(None)
-    calls = sum(run(case, config) for case, config in grid())
+    mine = itertools.islice(grid(), share, None, shares)
+    calls = sum(run(case, config) for case, config in mine)
     cp.cuda.Device().synchronize()
     return calls
 
@@ -293,11 +309,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the record here too")
     parser.add_argument(
-        "--calls", action="store_true", help="only make the calls, under no tool"
-    )
+        "--shares", type=int, default=max(1, (os.cpu_count() or 1) // len(TOOLS)),
+        help="processes for each tool, default %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS,
+        help="after which those that still run are stopped, default %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calls", type=int, metavar="SHARE",
+        help="only make the calls of a share, from 0 on, under no tool",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    if chosen.calls:
-        print(_DONE, run_all())
+    if chosen.calls is not None:
+        print(_DONE, run_all(chosen.calls, chosen.shares))
         return 0
     executable = sanitizer()
     if executable is None:
@@ -306,12 +331,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needed = kernels(f"sm_{capability}")
     precompile(needed, capability)
     run_all()  # CuPy's own kernels are compiled as they come
-    child = [sys.executable, "-m", "tests.gpu.sanitize", "--calls"]
+    child = [sys.executable, "-m", "tests.gpu.sanitize", "--shares", str(chosen.shares)]
     began = time.monotonic()
-    processes = {tool: start(executable, tool, child) for tool in chosen.tool}
+    processes = {
+        tool: [
+            start(executable, tool, [*child, "--calls", str(share)])
+            for share in range(chosen.shares)
+        ]
+        for tool in chosen.tool
+    }
     found = {
-        tool: read(process, began, began + SECONDS)
-        for tool, process in processes.items()
+        tool: functools.reduce(
+            operator.add,
+            (read(process, began, began + chosen.seconds) for process in each),
+        )
+        for tool, each in processes.items()
     }
     command = shlex.join(["python", "-m", "tests.gpu.sanitize", *arguments])
     made = record(found, version_of(executable), len(needed), command)

@@ -150,7 +150,7 @@ def test_candidates_of_wgmma(case: Case) -> None:
         assert case.dtype != "bfloat16" or case.direction != "forward"
         return
     assert len(found) == len(set(found)) == len({tile.name for tile in found})
-    assert 12 < len(found) <= MOST_OF_WGMMA
+    assert 10 < len(found) <= MOST_OF_WGMMA
     for tile in found:
         assert isinstance(tile, WgmmaTile)
         assert tile.fault(parse_dtype(case.dtype)) == ""

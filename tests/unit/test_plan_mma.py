@@ -881,7 +881,7 @@ def test_explain_names_family_workspace_and_copies() -> None:
     q = zeros(2, 50, 4, 46, dtype=np.float16)
     text = str(explain(q, q, q, direction="backward", device="sm_90"))
     for fact in (
-        "family: mma", "backward_mma_fp16_32x32d64v64_4w1sa2_1b_ragged",
+        "family: mma", "backward_mma_fp16_32x32d64v64_4w2sa2_1b_ragged",
         "128 rows a block would be 8 blocks for 132 multiprocessors, 32 are 16",
         "convert_dq_mma",
         "workspace: dq_sums", "k is copied", "dout is copied", "family mma: tensor",

@@ -601,13 +601,18 @@ def test_the_first_row_that_is_for_the_call(
     ("sq", "heads", "multiprocessors", "rows"),
     [
         (2048, 4, 32, 256),  # 32 tiles
-        (2048, 4, 33, 192),  # 44
-        (2048, 4, 45, 128),  # 64, and not those of 64 rows
-        (2048, 4, 65, 64),  # 128
+        (2048, 4, 43, 256),  # 44 of 192 rows would be two for one multiprocessor
+        (2048, 4, 44, 192),
+        (2048, 4, 63, 192),
+        (2048, 4, 64, 128),  # 64
+        (2048, 4, 127, 128),
+        (2048, 4, 128, 64),  # 128
         (2048, 4, 500, 64),  # not enough, but the most
+        (2048, 24, 128, 128),  # three of 128 rows each, not two of 256
         (257, 9, 18, 192),  # 18 tiles, with less padding than 256 rows have
-        (257, 9, 19, 128),  # 27
-        (257, 9, 28, 64),  # 45
+        (257, 9, 26, 192),
+        (257, 9, 27, 128),  # 27
+        (257, 9, 45, 64),  # 45
         (193, 100, 100, 256),  # less padding would be more tiles
         (192, 100, 100, 192),  # a quarter of 256 rows would be padding
         (128, 100, 100, 128),
@@ -758,7 +763,9 @@ def test_a_tile_can_be_forced(dtype: np.dtype) -> None:
         (WgmmaTile(1, 64, 64, 272), "depth and depth_v must be multiples of 16"),
         (WgmmaTile(1, 64, 48, 64), "doesn't fit.*head_dim 64 and 64"),
         (WgmmaTile(1, 64, 64, 48), "doesn't fit.*head_dim 64 and 64"),
-        (WgmmaTile(4, 256, 256, 256), "doesn't fit: 656384 of 232448 bytes"),
+        (WgmmaTile(2, 128, 192, 128, 4), "doesn't fit: 377856 of 232448 bytes"),
+        (WgmmaTile(4, 80, 64, 64), "take 92 registers of a thread, and it has 112"),
+        (WgmmaTile(3, 16, 64, 256), "take 140 registers of a thread, and it has 160"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -105,6 +105,24 @@ def test_what_a_tool_says(text: str, code: int, errors: int | None) -> None:
     assert bool(found.report) == (errors != 0)
 
 
+def test_shares_are_added_up() -> None:
+    clean, bad = Found(0, 3, 2.0), Found(2, 4, 1.5, ("two",))
+    lost = Found(None, 0, 9.0, ("it was stopped",))
+    assert clean + bad == Found(2, 7, 2.0, ("two",))
+    assert bad + lost + clean == Found(None, 7, 9.0, ("two", "it was stopped"))
+
+
+def test_shares_are_all_calls_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    gpu = SimpleNamespace(synchronize=lambda: None)
+    cuda = SimpleNamespace(Device=lambda: gpu, set_allocator=lambda allocator: None)
+    monkeypatch.setattr(sanitize, "cp", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(sanitize, "run", lambda *call: made.append(call) or 2)
+    counts = [sanitize.run_all(share, 3) for share in range(3)]
+    assert sum(counts) == 2 * len(made) and max(counts) - min(counts) <= 2
+    assert sorted(map(str, made)) == sorted(map(str, grid()))
+
+
 # A stand-in for the sanitizer: what it says of a tool is in a file beside it.
 FAKE = """#!{python}
 import pathlib, sys
@@ -112,7 +130,7 @@ if "--version" in sys.argv:
     print("NVIDIA (R) Compute Sanitizer\\nVersion 2025.3.1.0 (build 1)")
 else:
     tool = sys.argv[sys.argv.index("--tool") + 1]
-    assert sys.argv[-1] == "--calls", sys.argv
+    assert sys.argv[-2] == "--calls" and sys.argv[-1] in "012", sys.argv
     print(pathlib.Path(__file__).with_name(tool).read_text())
 """
 
@@ -139,14 +157,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
 def test_a_record_is_written(fake: Path) -> None:
-    assert sanitize.main(["--out", str(fake / "too.json")]) == 0
+    assert sanitize.main(["--shares", "3", "--out", str(fake / "too.json")]) == 0
     made = json.loads((fake / "result.json").read_text())
     assert made == json.loads((fake / "too.json").read_text())
     assert made["device"] == "a GPU" and made["compute_sanitizer"] == "2025.3.1.0"
     assert made["source_sha256"] == sanitize.source_sha256() and made["kernels"] > 50
     assert list(made["tools"]) == list(TOOLS)
     for found in made["tools"].values():
-        assert (found["errors"], found["calls"]) == (0, 7) and "report" not in found
+        assert (found["errors"], found["calls"]) == (0, 21) and "report" not in found
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
@@ -155,7 +173,7 @@ def test_what_was_found_is_not_hidden(fake: Path, complete: bool) -> None:
     """Errors go into the record; a tool that didn't run leaves none behind."""
     said = CLEAN.replace("0 errors", "2 errors") if complete else "not supported"
     (fake / "initcheck").write_text(said)
-    assert sanitize.main([]) == 1
+    assert sanitize.main(["--shares", "1"]) == 1
     assert (fake / "result.json").exists() == complete
     if complete:
         made = json.loads((fake / "result.json").read_text())
@@ -165,7 +183,7 @@ def test_what_was_found_is_not_hidden(fake: Path, complete: bool) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
 def test_one_tool_makes_no_record(fake: Path) -> None:
-    assert sanitize.main(["--tool", "memcheck"]) == 0
+    assert sanitize.main(["--tool", "memcheck", "--shares", "2"]) == 0
     assert not (fake / "result.json").exists()
 
 
