@@ -19,7 +19,18 @@ from cupy_flash.compiler import nvrtc_version
 from cupy_flash.configs import WGMMA_FORWARD, WgmmaTile
 
 from .. import cases
-from ..cases import SINGLE, Array, Case, Inputs, assert_same, lay_out, make, normal
+from ..cases import (
+    SINGLE,
+    Array,
+    Case,
+    Inputs,
+    assert_same,
+    compare,
+    expect,
+    lay_out,
+    make,
+    normal,
+)
 from .running import (
     check,
     check_case,
@@ -339,6 +350,86 @@ def test_hostile_data(case: Case, kind: str, config: WgmmaTile) -> None:
         results = check(given, config, gradients=False, huge=huge)
         assert np.isfinite(results["out"].astype(np.float64)).all()
         assert np.isfinite(results["lse"]).all()
+
+
+def raised(case: Case, bits: float, rows: Array) -> Inputs:
+    """Raise the logits of the first fifth of the keys, visited last, by so many bits.
+
+    `rows` are factors of that for each of 16 rows.
+    """
+    inputs = make(case)
+    scale = case.d**-0.5 if case.scale is None else case.scale
+    early = np.arange(case.sk) < case.sk // 5
+    inputs.q[..., 0] = 8 * np.resize(rows, case.sq)[:, None]
+    inputs.k[..., 0] = (early * bits * np.log(2) / (8 * scale))[:, None]
+    return inputs
+
+
+def check_closely(inputs: Inputs, config: WgmmaTile | str) -> None:
+    """Compare with the reference alone.
+
+    A plain implementation rounds large logits so much that it excuses anything.
+    """
+    results = run(inputs, config, gradients=False)
+    truths = expect(inputs, gradients=False)
+    compare(results, {name: replace(x, plain=None) for name, x in truths.items()})
+
+
+# What a leap is multiplied with in each of the 16 rows of a warp.
+LEAPING = {
+    "all": np.ones(16),
+    "one": np.arange(16) == 11,
+    "apart": np.array([1, 0, -1, 0.5, 0, 1, 0, 0.1, 0, -1, 1, 0, 0.7, 0, -0.3, 1]),
+}
+
+
+@on_tiles(
+    *(
+        Case("leap", dtype, **SINGLE, sq=150, sk=1100, **_FORWARD)
+        for dtype in ("bfloat16", "float16")
+    )
+)
+def test_a_maximum_that_leaps(case: Case, config: WgmmaTile) -> None:
+    """So far that exponentials are divided, or lost and made again."""
+    for rows in LEAPING.values():
+        for bits in (35, 60, 90, 200, 3000):
+            check_closely(raised(case, bits, rows), config)
+
+
+@pytest.mark.parametrize("family", ["wgmma"])
+@over(
+    Case("causal", **_LONG, **_HALF, causal=True),
+    Case("causal_fewer_keys", sq=700, sk=300, **_HALF, causal=True),
+    Case("window", sq=600, sk=500, **_HALF, window=(200, 30), d=128),
+    Case("lengths", **_LONG, **_HALF, q_lengths=(300, 83), k_lengths=(411, 700), d=128),
+    Case("negative_scale", **_LONG, **_HALF, scale=-0.3, k_lengths=(700, 130)),
+    Case("together", "float16", **_LONG, **_FORWARD, window=(250, 30), softcap=400.0,
+         alibi="heads", k_lengths=(411, 700)),
+)  # fmt: skip
+def test_leaps_with_options(case: Case, family: str) -> None:
+    for bits, rows in ((60, "all"), (200, "apart"), (500, "one")):
+        check_closely(raised(case, bits, LEAPING[rows]), family)
+
+
+@pytest.mark.parametrize("family", ["wgmma"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@over(
+    Case("plain", **SINGLE, **_HALF, sq=200, sk=500),
+    Case("causal", "float16", **SINGLE, **_FORWARD, sq=200, sk=500, causal=True),
+)
+def test_a_leap_beside_what_is_not_finite(
+    case: Case, value: float, family: str
+) -> None:
+    """In a row or in a key; other rows and those that don't see the key are right."""
+    for bits in (60, 200):
+        for key in (None, 30, 480):
+            inputs = raised(case, bits, LEAPING["apart"])
+            if key is None:
+                inputs.q[:, 37, :, 5] = value
+            else:
+                inputs.k[:, key, :, 5] = value
+            with np.errstate(invalid="ignore"):
+                check_closely(inputs, family)
 
 
 # --- What is in memory ----------------------------------------------------------------

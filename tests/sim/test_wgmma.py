@@ -281,6 +281,137 @@ def test_ties_of_large_logits(dtype: str) -> None:
     np.testing.assert_allclose(results["lse"], 8e4 + np.log(10), rtol=1e-5)
 
 
+# --- Maxima that rise -----------------------------------------------------------------
+
+
+def leap(keys: int, bits: float, at: int = 77) -> Array:
+    """Keys before `at`, which come last, with exponents that are so much larger."""
+    return np.where(np.arange(keys) < at, bits, 0.0)
+
+
+def stairs(keys: int, bits: float, width: int = 32) -> Array:
+    """As much more with each tile of so many keys."""
+    return bits * (keys // width - np.arange(keys) // width)
+
+
+# What levels are multiplied with in each row. Warps have 16 rows, lanes two of them.
+ROWS = {
+    "all": np.ones(16),
+    "one": np.arange(16) == 11,
+    "half": np.arange(16) < 8,
+    "apart": np.array([1, 0, -1, 0.5, 0, 1, 0, 0.1, 0, -1, 1, 0, 0.7, 0, -0.3, 1]),
+}  # fmt: skip
+
+
+def raised(case: Case, levels: Array, rows: str = "all") -> Inputs:
+    """Return the arrays of a case with levels, in bits, added to the logits of keys."""
+    inputs = make(case)
+    scale = case.d**-0.5 if case.scale is None else case.scale
+    inputs.q[..., 0] = 8 * np.resize(ROWS[rows], case.sq)[:, None]
+    inputs.k[..., 0] = (levels * np.log(2) / (8 * scale))[:, None]
+    return inputs
+
+
+def compare_closely(results: dict[str, Array], inputs: Inputs) -> None:
+    """Compare with the reference alone.
+
+    A plain implementation rounds large logits so much that it excuses anything.
+    """
+    truths = expect(inputs, gradients=False)
+    compare(results, {name: replace(x, plain=None) for name, x in truths.items()})
+
+
+def check_closely(inputs: Inputs, tile: WgmmaTile) -> dict[str, Array]:
+    """Compare what is computed in every way with the reference."""
+    results = in_every_way(inputs, tile)
+    compare_closely(results, inputs)
+    return results
+
+
+# The reference follows a maximum from about 30 bits on in bf16 and 20 in fp16. From 130
+# and 110 on, exponentials are lost and made again.
+BITS = (25, 35, 60, 90, 115, 200, 3000)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_maximum_that_leaps(rows: str, bits: float, dtype: str) -> None:
+    case = forward("leap", dtype, hq=1, sq=70, sk=150)
+    check_closely(raised(case, leap(150, bits), rows), SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [3, 9, 40, 150])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_maximum_that_rises_by_tiles(rows: str, bits: float, dtype: str) -> None:
+    case = forward("stairs", dtype, hq=1, sq=70, sk=230)
+    check_closely(raised(case, stairs(230, bits), rows), SMALL)
+
+
+_CAPPED = {"window": (60, 20), "softcap": 400.0, "alibi": "batch"}
+LEAPS = (
+    (SMALL, forward("lengths", **LENGTHS)),
+    (SMALL, forward("alibi", alibi="heads", softcap=300.0, sk=150)),
+    (SMALL, forward("negative_scale", scale=-0.4)),
+    (DEEP, forward("causal", causal=True, **_FLAT)),
+    (DEEP, forward("tall", causal=True, **_TALL)),
+    (DEEP, forward("causal_lengths", "float16", causal=True, **LENGTHS)),
+    (SHALLOW, forward("causal", causal=True, **_FLAT)),
+    (SHALLOW, forward("window", "float16", window=(50, 20), **_TALL)),
+    (SINGLE, forward("causal", causal=True, **_FLAT)),
+    (SINGLE, forward("window", window=(60, 5), **_FLAT)),
+    (TURNS, forward("lengths", **LENGTHS)),
+    (TURNS, forward("all", **_CAPPED, **LENGTHS)),
+    (TURNS, forward("all_fp16", "float16", **_CAPPED, **_TALL)),
+    (WIDEST, forward("fp16", "float16", causal=True, sq=260, sk=150)),
+    (TOGETHER, forward("causal", causal=True, sk=430)),
+    (ALONE, forward("plain", sk=300)),
+    (NARROWER, forward("causal", causal=True, d=192, dv=128, hq=1, sq=200, sk=250)),
+    (WIDER, forward("plain", d=64, dv=256, hq=1, sq=200, sk=150)),
+    (PARTLY, forward("plain", d=88, dv=72)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tile", "case"), LEAPS, ids=[f"{tile.name}-{case}" for tile, case in LEAPS]
+)
+def test_leaps_with_each_tile_and_option(tile: WgmmaTile, case: Case) -> None:
+    """Also from one piece of work to the next, which begins at the level of its own."""
+    for bits, rows in ((60, "all"), (200, "apart"), (500, "one")):
+        inputs = raised(case, leap(case.sk, bits, case.sk // 4), rows)
+        check_closely(inputs, tile)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [60, 200])
+def test_what_a_leap_leaves_behind_vanishes(bits: float, dtype: str) -> None:
+    """Of values so large that little of them would show."""
+    inputs = raised(forward("behind", dtype, hq=1, sq=70, sk=150), leap(150, bits))
+    results = check_closely(inputs, SMALL)
+    inputs.v[:, 77:] = 6e4
+    assert_same_bits(in_every_way(inputs, SMALL), results)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_leap_beside_what_is_not_finite(
+    causal: bool, dtype: str, value: float
+) -> None:
+    """In a row or in a key; other rows and those that don't see the key are right."""
+    case = forward("beside", dtype, hq=1, sq=150, sk=200, causal=causal)
+    for bits in (0, 60, 200):
+        for key in (None, 30, 199):
+            inputs = raised(case, leap(200, bits), "half")
+            if key is None:
+                inputs.q[:, 37, :, 5] = value
+            else:
+                inputs.k[:, key, :, 5] = value
+            with np.errstate(invalid="ignore"):
+                check_closely(inputs, DEEP)
+
+
 # --- Outputs --------------------------------------------------------------------------
 
 
