@@ -254,6 +254,7 @@ WGMMA_FORWARD = (
     WgmmaRow(192, 192, consumers=1, columns=64, stages=2),
     WgmmaRow(256, 256, 2, 64, 2, ping_pong=True, banded=False, min_keys=1024),
     WgmmaRow(256, 256, 2, 64, 2, banded=True, min_keys=1024),
+    WgmmaRow(256, 256, consumers=2, columns=32, stages=3, banded=True),
     WgmmaRow(256, 256, consumers=2, columns=48, stages=2),
     WgmmaRow(256, 256, consumers=1, columns=64, stages=2),
 )

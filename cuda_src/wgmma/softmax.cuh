@@ -105,7 +105,7 @@ class Softmax {
   // Where the first logits are large, so may be what larger ones come later: there is more room, of
   // no more digits than the logits lack.
   CUPY_FLASH_DEVICE static float margin(float first_exponent) {
-    return kNarrow ? 0.0f : min_of(0.5f * abs_of(first_exponent), 24.0f);
+    return kNarrow ? 0.0f : floorf(min_of(0.5f * abs_of(first_exponent), 24.0f));
   }
 
   CUPY_FLASH_DEVICE float shift(int half) const {

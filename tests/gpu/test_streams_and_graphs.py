@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import flash_attention
+from cupy_flash import explain, flash_attention
 from cupy_flash.configs import MMA_DEPTHS
 
 from ..cases import (
@@ -398,14 +398,16 @@ def test_the_same_bits_every_time(case: Case, deterministic: bool, family: str) 
 def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
     """Forward: out and lse. Backward: the gradients and one number for each row.
 
-    Where blocks add up dq, also that in float32. A counter where blocks take the next
-    tile of queries that is left.
+    Where blocks add up dq, also that in float32. A counter where there are more tiles
+    of queries than blocks, which then take the next that is left.
     """
     inputs = make(replace(case, batch=(1,), sq=n, sk=n))
     arrays = {name: to_gpu(x) for name, x in inputs.arrays.items()}
     q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
     options = inputs.scalars | arrays | {"config": family}
-    counter = pool_bytes(np.empty(1, np.int32)) if family == "wgmma" else 0
+    planned = explain(q, k, v, **options).workspace
+    assert len(planned) <= (family == "wgmma")
+    counter = pool_bytes(*(np.empty(1, np.int32) for _ in planned))
     with PeakMemory() as forward:
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
     assert forward.peak == pool_bytes(out, lse) + counter
