@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import FOLDER, OURS, ResultFile, Row, case_of
+from .results import FOLDER, OURS, ResultFile, Row, case_of, geometric_mean
 from .tables import grouped, number
 from .workloads import DIRECTIONS
 
@@ -24,8 +24,10 @@ PEERS = {
 }
 
 
-def newest(workload: str, folder: Path = FOLDER) -> ResultFile:
+def newest(name: str, folder: Path = FOLDER) -> ResultFile:
     """Return the newest result file of a workload that was measured on a GPU.
+
+    `name` is the workload's, and with a hyphen what only a part of it is called.
 
     Raises
     ------
@@ -33,13 +35,14 @@ def newest(workload: str, folder: Path = FOLDER) -> ResultFile:
         If there is none.
     """
     # Their names begin with the time.
-    for path in sorted(folder.glob(f"*-{workload}.json"), reverse=True):
+    workload = name.partition("-")[0]
+    for path in sorted(folder.glob(f"*-{name}.json"), reverse=True):
         file = ResultFile.load(path)
         if file.meta.get("workload") == workload and file.meta.get(
             "compute_capability"
         ):
             return file
-    raise ValueError(f"{folder} has no result of {workload}")
+    raise ValueError(f"{folder} has no result of {name}")
 
 
 def training(file: ResultFile) -> str:
@@ -65,6 +68,38 @@ def training(file: ResultFile) -> str:
             + ".\n–: not supported, failed, or left out for time; the result file "
             "says which.",
             *pictures(file, *(f"speed-{name}-bfloat16" for name in passes)),
+        )
+    )
+
+
+def forward(file: ResultFile) -> str:
+    """Return the table of the whole forward grid beside the best peer, and its plot."""
+    rows = [row for row in file.rows if row["direction"] == "forward" and is_ok(row)]
+    seqlens = sorted({row["seqlen"] for row in rows})
+    found: dict[tuple[int, bool], dict[int, str]] = {}
+    ratios = []
+    for group in grouped(rows, case_of).values():
+        speeds = {row["impl"]: row["tflops"] for row in group}
+        ours = speeds.pop(OURS, None)
+        if ours is None or not speeds:
+            continue
+        ratios.append(ours / max(speeds.values()))
+        first = group[0]
+        line = found.setdefault((first["head_dim"], first["causal"]), {})
+        line[first["seqlen"]] = f"{ours:.0f} ({ratios[-1]:.2f})"
+    lines = [
+        (str(size), mask({"causal": causal}), *(line.get(n, "–") for n in seqlens))
+        for (size, causal), line in sorted(found.items())
+    ]
+    peers = [name for name in timed_impls(rows) if name != OURS]
+    return "\n\n".join(
+        (
+            f"The forward pass beside {', '.join(peers)}: TFLOP/s, and in brackets "
+            f"times the speed of the best\nof them, by sequence length; "
+            f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} "
+            f"shapes ({source(file)}):",
+            table(("D", "mask", *map(str, seqlens)), 2, lines),
+            *pictures(file, "speed-forward-bfloat16"),
         )
     )
 
@@ -152,8 +187,8 @@ def first_call(file: ResultFile) -> str:
 
 
 PARTS: dict[str, Callable[[ResultFile], str]] = {
-    "training": training, "fp32": precise, "fp64": precise, "small": small,
-    "memory": memory, "first_call": first_call,
+    "training": training, "training-forward": forward, "fp32": precise,
+    "fp64": precise, "small": small, "memory": memory, "first_call": first_call,
 }  # fmt: skip
 
 

@@ -42,9 +42,6 @@ MOST_OF_MMA = 24
 MOST_OF_WGMMA = 32
 # What a thread can have for sums.
 REGISTERS = 256
-# Registers of a thread of each warpgroup of a multiprocessor, together and at most; and
-# what the one that loads keeps, and what is needed beside sums and weights.
-OF_WARPGROUPS, OF_ONE, OF_LOADING, BESIDE = 512, 232, 32, 16
 # Stages of `wgmma` beyond which the loads aren't what is waited for.
 STAGES = 4
 # Its elements have two bytes, whichever of the two dtypes it is.
@@ -332,10 +329,7 @@ def wgmma_sensible(tile: WgmmaTile, case: Case, gpu: DeviceInfo) -> bool:
     """Tell whether the kernels take a tile and have room for it."""
     if tile.fault(parse_dtype(case.dtype)):
         return False
-    registers = min(OF_ONE, (OF_WARPGROUPS - OF_LOADING) // tile.consumers)
-    # S, O, and the weights of one tile of keys and the next in halves.
-    sums = tile.columns / 2 + tile.depth_v / 2 + 2 * tile.columns / 4
-    return shared_memory(tile, case) <= gpu.shared_memory and sums + BESIDE <= registers
+    return shared_memory(tile, case) <= gpu.shared_memory
 
 
 # From the fastest family to the one that takes everything.

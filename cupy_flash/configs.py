@@ -2,7 +2,9 @@
 
 A row is taken if its limits hold and its tile fits the GPU's shared memory; the
 first such row of a table wins, so tables go from the special to the general. In `mma`
-it has to make enough blocks for the GPU, too: else one with fewer rows is taken.
+it has to make enough blocks for the GPU, too: else one with fewer rows is taken. Of
+`wgmma`'s rows for a head size that is taken whose tiles keep the GPU busy for the least
+time.
 """
 
 from __future__ import annotations
@@ -203,8 +205,8 @@ class WgmmaRow:
     """For head sizes of up to `max_depth`, and v's of up to `max_depth_v`.
 
     `banded` rows are for calls whose queries don't all see the same keys, others for
-    those that do, None for both; `min_keys` is the least number of keys. The other
-    numbers are those of `WgmmaTile`.
+    those that do, None for both; `min_keys` is the least number of keys that a query
+    may see. The other numbers are those of `WgmmaTile`.
     """
 
     max_depth: int
@@ -215,6 +217,11 @@ class WgmmaRow:
     ping_pong: bool = False
     banded: bool | None = None
     min_keys: int = 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The largest head sizes."""
+        return self.max_depth, self.max_depth_v
 
     def tile(
         self, head_dim: int, head_dim_v: int, keys: int, banded: bool
@@ -244,10 +251,13 @@ WGMMA_FORWARD = (
     WgmmaRow(64, 64, consumers=1, columns=64, stages=4),
     WgmmaRow(96, 96, 4, 48, 3, ping_pong=True, banded=False),
     WgmmaRow(96, 96, consumers=3, columns=64, stages=4, banded=True),
+    WgmmaRow(96, 96, consumers=2, columns=128, stages=3),
+    WgmmaRow(96, 96, consumers=1, columns=64, stages=4),
     WgmmaRow(128, 128, consumers=3, columns=64, stages=3),
     WgmmaRow(128, 128, consumers=2, columns=128, stages=2),
     WgmmaRow(128, 128, consumers=1, columns=64, stages=4),
     WgmmaRow(192, 128, consumers=2, columns=96, stages=2),
+    WgmmaRow(192, 128, consumers=1, columns=64, stages=3),
     WgmmaRow(192, 192, 2, 80, 2, ping_pong=True, banded=False),
     WgmmaRow(192, 192, 2, 80, 2, banded=True, min_keys=2048),
     WgmmaRow(192, 192, consumers=2, columns=64, stages=2),

@@ -140,21 +140,35 @@ class WgmmaBuilder(Builder):
             return self.forced
         p = self.problem
         banded = p.left is not None or p.right is not None
-        possible = (
-            row.tile(p.head_dim, p.head_dim_v, p.seqlen_k, banded)
+        rows = [
+            (row, tile)
             for row in configs.WGMMA_FORWARD
-        )
-        tiles = [tile for tile in possible if tile is not None]
-        first = tiles[0]
+            if (tile := row.tile(p.head_dim, p.head_dim_v, self._keys(), banded))
+        ]
+        # Those that follow are for larger heads.
+        row, first = rows[0]
+        tiles = [tile for other, tile in rows if other.limits == row.limits]
         found = min(tiles, key=self._cost)
         self.reasons.append(f"forward: tile {found.name}")
         if found != first:
+            of_first, count = self._count(first), self._count(found)
             self.reasons.append(
-                f"forward: {first.rows} rows a tile would be {self._count(first)} "
-                f"tiles for {self.device.multiprocessors} multiprocessors, "
-                f"{found.rows} are {self._count(found)}"
+                f"forward: {first.rows} rows a tile would be "
+                + (
+                    f"as many tiles as {found.rows}, with more padding"
+                    if count == of_first
+                    else f"{of_first} tiles for {self.device.multiprocessors} "
+                    f"multiprocessors, {found.rows} are {count}"
+                )
             )
         return found
+
+    def _keys(self) -> int:
+        """Return how many keys a query sees at most."""
+        p = self.problem
+        if p.left is None or p.right is None:
+            return p.seqlen_k
+        return min(p.seqlen_k, max(0, p.left + p.right + 1))
 
     def _cost(self, tile: WgmmaTile) -> int:
         """Return about how long the multiprocessor with most tiles takes."""

@@ -322,7 +322,8 @@ class WgmmaTile:
         sums = (self.depth_v + self.columns) // 2 + self.columns // 4
         if sums + _HOPPER_OTHER_REGISTERS > _HOPPER_REGISTERS[self.consumers]:
             return (
-                f"sums and weights take {sums} registers of a thread, and it has "
+                f"sums and weights take {sums} registers of a thread beside "
+                f"{_HOPPER_OTHER_REGISTERS} others, and it has "
                 f"{_HOPPER_REGISTERS[self.consumers]}"
             )
         return ""

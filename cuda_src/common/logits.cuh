@@ -19,6 +19,7 @@ struct Logits {
 
   Acc scale;
   Acc softcap;
+  Acc inverse_softcap;
   Acc slope;
   int offset;
   const BiasElement* bias;  // of this batch entry and head
@@ -29,6 +30,7 @@ struct Logits {
                            int head, const Seqlen& seqlen)
       : scale(Acc(params.scale)),
         softcap(Acc(params.softcap)),
+        inverse_softcap(Traits::kSoftcap ? Acc(1) / softcap : Acc(0)),
         slope(0),
         offset(seqlen.offset),
         bias(static_cast<const BiasElement*>(params.bias) +
@@ -67,18 +69,29 @@ struct Logits {
     if constexpr (kDeferScale) return product;
     Acc x = product * scale;
     if constexpr (Traits::kSoftcap) {
-      const Acc t = tanh_of(x / softcap);
+      const Acc t = squash(x * inverse_softcap);
       derivative = Acc(1) - t * t;
       x = softcap * t;
     }
     if constexpr (Traits::kAlibi) {
-      const int distance = i + offset - j;
-      x -= slope * Acc(distance < 0 ? -distance : distance);
+      x -= slope * abs_of(Acc(i + offset - j));
     }
     if constexpr (Traits::kBias) {
       x += widen_to<Acc>(bias[i * query_stride + j * key_stride]);
     }
     return x;
+  }
+
+ private:
+  // The hyperbolic tangent. For 16-bit elements without a branch, and with an error that is small
+  // beside 1, not beside the result: that is what counts once it is multiplied by the cap.
+  CUPY_FLASH_DEVICE static Acc squash(Acc x) {
+    if constexpr (sizeof(typename Traits::Element) == 2) {
+      // 1 - 2 / (e^2x + 1), where e^2x may be infinite.
+      return Acc(1) - quotient_of(Acc(2), exp2_of(x * (2 * Constants<Acc>::kLog2E)) + Acc(1));
+    } else {
+      return tanh_of(x);
+    }
   }
 };
 

@@ -107,11 +107,18 @@ CUPY_FLASH_DEVICE void make_logits(Acc (&s)[kM][kN][4], const Mask<Traits>& mask
         for (int c = 0; c < 2; ++c) {
           const int key = key0 + 8 * j + 2 * lane.t + c;
           Acc& x = s[i][j][2 * half + c];
-          x = all_visible || mask.visible(query, key) ? logits.value(x, query, key)
-                                                      : -Constants<Acc>::infinity();
+          // A bias must not be read where it is hidden.
+          if (!Traits::kBias || all_visible || mask.visible(query, key)) {
+            x = logits.value(x, query, key);
+          } else {
+            x = -Constants<Acc>::infinity();
+          }
         }
       }
     }
+  }
+  if constexpr (!Traits::kBias) {
+    if (!all_visible) hide_rows(s, mask, query0, key0);
   }
 }
 

@@ -66,13 +66,11 @@ template <class Traits>
 struct Schedule {
   const Params<Traits::kBatchAxes>& params;
   int heads;
-  int heads_per_kv;
   int row_tiles;
 
   CUPY_FLASH_DEVICE explicit Schedule(const Params<Traits::kBatchAxes>& p)
       : params(p),
         heads(int(batch_size(p) * p.heads_q)),
-        heads_per_kv(int(p.heads_q / p.heads_kv)),
         row_tiles(ceil_div(int(p.seqlen_q), Traits::kRows)) {}
 
   CUPY_FLASH_DEVICE int count() const { return heads * row_tiles; }
@@ -96,7 +94,8 @@ struct Schedule {
 // From the thread that finds out what is to be done to all others.
 template <class Traits>
 struct WorkQueue {
-  // While consumers are at one piece, the next may be loaded, and another be planned.
+  // While consumers are at one piece, the next may be loaded, and another be planned. A power of 2,
+  // for slot_of.
   static constexpr int kStages = 4;
   using Place = Slot<kStages>;
   Pipeline<kStages> pipeline;

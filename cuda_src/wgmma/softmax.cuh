@@ -3,8 +3,8 @@
 // Exponentials are taken relative to a reference that is about the maximum of the row so far. Most
 // tiles don't raise the maximum, so the reference is first assumed to hold: exponentials are made
 // and summed without looking for a maximum. If a sum comes out too large, they are divided by a
-// power of 2, and the reference moves with them. Only beyond all floats they say nothing any more:
-// then the logits are needed once more, and their maximum is taken first.
+// power of 2, and the reference moves with them. Only where that power would be too small for a
+// float they can't be used: then the logits are needed once more, and their maximum is taken first.
 #pragma once
 
 #include "mma/softmax.cuh"
@@ -49,7 +49,6 @@ class Softmax {
     moved = false;
     if (__any_sync(kAllLanes, !(max_of(part[0], part[1]) <= kMost))) {
       const float most[2] = {mma::row_max(part[0]), mma::row_max(part[1])};
-      // NaN is lost, too.
       if (__any_sync(kAllLanes, !(most[0] < kLost && most[1] < kLost))) return false;
       lower<kN>(s, part, most, rescale);
       moved = true;
@@ -85,7 +84,8 @@ class Softmax {
   static constexpr float kMost = kNarrow ? 1 << 15 : 4;
   // Where the maximum is looked at, it may grow by this exponent before the reference follows.
   static constexpr int kSlack = 8;
-  static constexpr float kLost = 1.2676506e30f;  // 2^100
+  // From here on, 2^100, the factor that brings an exponential back would be a subnormal number.
+  static constexpr float kLost = 1.2676506e30f;
 
   // What exponentials are relative to: an exponent, which is that of a logit and kHeadroom more, or
   // if the warp has huge ones, a logit; -inf if no key was seen yet.
@@ -102,10 +102,11 @@ class Softmax {
     return reference == -Constants<float>::infinity();
   }
 
-  // Where the first logits are large, so may be what larger ones come later: there is more room, of
-  // no more digits than the logits lack.
+  // Where the first logits are large, larger ones may come later: there is more room, which costs
+  // no more digits than such logits lack. It is a power of 2, so that a single weight is exact.
+  // Sums begin at 2^-42 at least, so that values from 1e-25 on are seen in float.
   CUPY_FLASH_DEVICE static float margin(float first_exponent) {
-    return kNarrow ? 0.0f : floorf(min_of(0.5f * abs_of(first_exponent), 24.0f));
+    return kNarrow ? 0.0f : floorf(min_of(0.5f * abs_of(first_exponent), 16.0f));
   }
 
   CUPY_FLASH_DEVICE float shift(int half) const {
@@ -191,20 +192,24 @@ class Softmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool none = is_none(after[half]);
-      const bool moves = after[half] != before[half];
       const bool known = !is_none(before[half]);
+      // Also those that stay where they are, if exponent and logit are rounded differently.
+      const bool changes = after[half] != before[half] || (known && huge != was_huge);
       const float shift_before = reference_[half];
-      if (moves || huge != was_huge) {
+      if (changes) {
         const float exponent = after[half] * to_exponent;
-        reference_[half] = huge || none
-                               ? after[half]
-                               : exponent + float(kHeadroom) + (known ? 0 : margin(exponent));
+        reference_[half] =
+            huge ? after[half] : exponent + float(kHeadroom) + (known ? 0 : margin(exponent));
       }
-      const float exponent = huge || was_huge ? (before[half] - after[half]) * to_exponent
-                                              : shift_before - reference_[half];
-      rescale[half] = !moves ? 1.0f : known ? exp2_of(exponent) : 0.0f;
+      const float headroom = float(kHeadroom);
+      const float exponent = huge && was_huge ? (before[half] - after[half]) * to_exponent
+                             : huge ? -fma_of(after[half], to_exponent, headroom - shift_before)
+                             : was_huge
+                                 ? fma_of(before[half], to_exponent, headroom - reference_[half])
+                                 : shift_before - reference_[half];
+      rescale[half] = !changes ? 1.0f : known ? exp2_of(exponent) : 0.0f;
       sum[half] *= rescale[half];
-      moved = moved || (moves && known);
+      moved = moved || (changes && known);
       unknown = unknown || none;
     }
     unknown = __any_sync(kAllLanes, unknown);

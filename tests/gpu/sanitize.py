@@ -116,7 +116,7 @@ class Found:
             self.errors + other.errors if whole else None,
             self.calls + other.calls,
             max(self.seconds, other.seconds),
-            (self.report + other.report)[:KEPT_LINES],
+            self.report + other.report,
         )
 
 
@@ -132,10 +132,12 @@ def grid() -> Iterator[tuple[Case, Config]]:
         case = replace(_PLAIN, dtype=dtype, d=size)
         tables = configs.MMA_FORWARD, configs.MMA_BACKWARD
         yield case, tuple(first(table, dtype, size) for table in tables)
-    for row in configs.WGMMA_FORWARD:
-        d, dv = row.max_depth, row.max_depth_v
-        tile = row.tile(d, dv, max(row.min_keys, _FORWARD.sk), bool(row.banded))
-        yield replace(_FORWARD, d=d - 8, dv=dv - 8), tile
+    tiles = (
+        row.tile(*row.limits, max(row.min_keys, _FORWARD.sk), bool(row.banded))
+        for row in configs.WGMMA_FORWARD
+    )
+    for tile in dict.fromkeys(tiles):
+        yield replace(_FORWARD, d=tile.depth - 8, dv=tile.depth_v - 8), tile
     yield _MANY, "wgmma"
 
 
@@ -296,6 +298,13 @@ def tools_of(text: str) -> tuple[str, ...]:
     return chosen
 
 
+def positive(text: str) -> int:
+    """Read a number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tools and write down what they found."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -309,7 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the record here too")
     parser.add_argument(
-        "--shares", type=int, default=max(1, (os.cpu_count() or 1) // len(TOOLS)),
+        "--shares", type=positive, metavar="N",
+        default=max(1, (os.cpu_count() or 1) // len(TOOLS)),
         help="processes for each tool, default %(default)s",
     )  # fmt: skip
     parser.add_argument(
@@ -322,6 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
     if chosen.calls is not None:
+        if not 0 <= chosen.calls < chosen.shares:
+            parser.error(f"share {chosen.calls} of {chosen.shares}: they begin at 0")
         print(_DONE, run_all(chosen.calls, chosen.shares))
         return 0
     executable = sanitizer()

@@ -265,6 +265,24 @@ def test_huge_logits_of_either_sign(sign: int) -> None:
     np.testing.assert_allclose(results["lse"][0, 0], logits, rtol=1e-5)
 
 
+@pytest.mark.parametrize("large", [999424, 2097152, 2293760, 2703360, -2506752])
+@pytest.mark.parametrize("huge", [1e9, -1e9])
+def test_a_row_of_large_logits_beside_huge_ones(huge: float, large: float) -> None:
+    """Its weights are alike, whatever its neighbours in the warp become later."""
+    inputs = make(forward("mixed", hq=1, sq=64, sk=150, d=64, scale=1.0))
+    first = np.arange(150) >= 77  # keys, in the order of visits
+    inputs.q[...] = inputs.k[...] = 0
+    # Channel 0 makes the even rows, channel 1 the odd ones.
+    inputs.q[:, ::2, :, 0] = 1
+    inputs.k[..., 0] = large
+    inputs.q[:, 1::2, :, 1] = 1
+    inputs.k[..., 1] = np.where(first == (huge < 0), huge, 0)[:, None]
+    inputs.v[...] = np.where(first, -1, 1)[:, None, None]
+    results = in_every_way(inputs, SMALL)
+    out = results["out"][0, ::2].astype(np.float64)
+    np.testing.assert_allclose(out, 4 / 150, atol=0.0025)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_ties_of_large_logits(dtype: str) -> None:
     """Means, however large what they are relative to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_flash import configs, explain
+from cupy_flash.compiler import source_root
 from cupy_flash.configs import WGMMA_DEPTHS, WGMMA_FORWARD, WgmmaRow, WgmmaTile
 from cupy_flash.device import DeviceInfo
 from cupy_flash.params import merge_batch_axes
@@ -21,6 +23,7 @@ from cupy_flash.plan_base import MapSpec
 from cupy_flash.plan_wgmma import needs_copy
 from cupy_flash.problem import ArrayInfo, Operand, Problem
 from cupy_flash.spec import KernelSpec
+from cupy_flash.tiles import _HOPPER_REGISTERS
 from cupy_flash.validate import contiguous_strides
 from cupy_flash.variant import Variant
 
@@ -539,15 +542,22 @@ def calls() -> list[Problem]:
         half(batch=(b,), sq=sq, sk=sk, hq=8, hkv=8, d=d, dv=dv, causal=causal)
         for d, dv in itertools.product(WGMMA_DEPTHS, repeat=2)
         for b, sq in ((1, 1), (1, 100), (1, 4096), (40, 100), (40, 4096))
-        for sk in (1, 1024, 4096)
+        for sk in (1, 1024, 4096, 8192)
         for causal in (False, True)
     ]
 
 
-def test_no_row_is_dead() -> None:
-    met = {tile_of(make_plan(problem, HOPPER)) for problem in calls()}
-    dead = [row_id(row) for row in WGMMA_FORWARD if not tiles_of(row) & met]
-    assert not dead
+def test_no_row_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any of them some call would get another tile."""
+    problems = calls()
+    tiles = [tile_of(make_plan(problem, HOPPER)) for problem in problems]
+    for row in WGMMA_FORWARD:
+        others = tuple(other for other in WGMMA_FORWARD if other != row)
+        monkeypatch.setattr(configs, "WGMMA_FORWARD", others)
+        assert any(
+            tile_of(make_plan(problem, HOPPER)) != tile
+            for problem, tile in zip(problems, tiles, strict=True)
+        ), row_id(row)
 
 
 def test_every_head_size_has_a_tile() -> None:
@@ -562,6 +572,7 @@ def test_every_head_size_has_a_tile() -> None:
 STEPS = (
     WgmmaRow(64, 64, 4, 32, 2, banded=True), WgmmaRow(64, 64, 4, 48, 2, banded=False,
     min_keys=1000), WgmmaRow(64, 64, 3, 64, 2, min_keys=500),
+    WgmmaRow(64, 64, 2, 64, 2), WgmmaRow(64, 64, 1, 128, 2),
     WgmmaRow(128, 64, 2, 64, 2), WgmmaRow(128, 128, 1, 128, 2),
 )  # fmt: skip
 
@@ -637,16 +648,50 @@ def test_few_tiles_get_fewer_rows(
     assert tile.rows == rows
     count, of_first = (heads * ceil_div(sq, n) for n in (rows, 256))
     why = [x for x in plan.reasons if x.startswith("forward: 256 rows a tile")]
-    assert (
-        why == []
-        if rows == 256
-        else why
-        == [
+    if rows == 256:
+        assert why == []
+    elif count == of_first:
+        padding = f"as many tiles as {rows}, with more padding"
+        assert why == [f"forward: 256 rows a tile would be {padding}"]
+    else:
+        assert why == [
             f"forward: 256 rows a tile would be {of_first} tiles for {multiprocessors} "
             f"multiprocessors, {rows} are {count}"
         ]
-    )
     sound(plan)
+
+
+def test_windows_see_few_keys() -> None:
+    """What counts is the keys that a query may see, not all that there are."""
+    row = next(r for r in WGMMA_FORWARD if r.banded and r.min_keys > 0)
+    assert row.ping_pong
+    size = {"batch": (64,), "sq": 16384, "sk": 16384, "d": row.max_depth}
+    many, few = (row.tile(*row.limits, n, True) for n in (row.min_keys, 1))
+    assert many is not None and few is None
+    for window, same in (((None, 0), True), ((127, 0), False), ((9000, 9000), True)):
+        problem = half(**size, dv=row.max_depth_v, window=window)
+        assert (tile_of(make_plan(problem, HOPPER)) == many) == same
+
+
+def test_rows_for_larger_heads_are_not_taken() -> None:
+    for problem in calls():
+        first = next(
+            r for r in WGMMA_FORWARD
+            if problem.head_dim <= r.max_depth and problem.head_dim_v <= r.max_depth_v
+        )  # fmt: skip
+        tile = tile_of(make_plan(problem, HOPPER))
+        rows = [r for r in WGMMA_FORWARD if r.limits == first.limits]
+        keys = problem.seqlen_k
+        made = {r.tile(problem.head_dim, problem.head_dim_v, keys, banded)
+                for r in rows for banded in (False, True)}  # fmt: skip
+        assert tile in made
+
+
+def test_registers_are_those_of_the_kernel() -> None:
+    source = (source_root() / "wgmma" / "forward.cuh").read_text()
+    for consumers, registers in _HOPPER_REGISTERS.items():
+        condition = f"kConsumers == {consumers}" if consumers > 2 else ""
+        assert re.search(rf"{condition}\s*[?:]\s*{registers}\b", source), consumers
 
 
 def test_known_tiles() -> None:
@@ -764,8 +809,14 @@ def test_a_tile_can_be_forced(dtype: np.dtype) -> None:
         (WgmmaTile(1, 64, 48, 64), "doesn't fit.*head_dim 64 and 64"),
         (WgmmaTile(1, 64, 64, 48), "doesn't fit.*head_dim 64 and 64"),
         (WgmmaTile(2, 128, 192, 128, 4), "doesn't fit: 377856 of 232448 bytes"),
-        (WgmmaTile(4, 80, 64, 64), "take 92 registers of a thread, and it has 112"),
-        (WgmmaTile(3, 16, 64, 256), "take 140 registers of a thread, and it has 160"),
+        (
+            WgmmaTile(4, 80, 64, 64),
+            "take 92 registers of a thread beside 26 others",
+        ),
+        (
+            WgmmaTile(3, 16, 64, 256),
+            "140 registers of a thread beside 26 others",
+        ),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

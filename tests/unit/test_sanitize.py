@@ -205,6 +205,8 @@ def test_a_tool_that_hangs_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--tool", "leakcheck"], "leakcheck unknown; accepted: memcheck"),
+     (["--shares", "0"], "0 is less than 1"),
+     (["--shares", "2", "--calls", "2"], "share 2 of 2: they begin at 0"),
      ([], "neither on the path")],
 )  # fmt: skip
 def test_mistakes_are_explained(

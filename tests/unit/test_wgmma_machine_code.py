@@ -24,13 +24,17 @@ from cupy_flash import compiler
 from cupy_flash.configs import WGMMA_DEPTHS, WGMMA_FORWARD, WgmmaTile
 from cupy_flash.plan_wgmma import _NVRTC
 from cupy_flash.spec import KernelSpec
+from cupy_flash.tiles import _HOPPER_REGISTERS
 from cupy_flash.variant import Variant
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 PLAIN, CAUSAL = Variant(), Variant(right=True)
 # Registers of a thread by the number of consumers, those of forward.cuh: of one that
 # computes, and of one that loads.
-BUDGET = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+BUDGET = {
+    consumers: (registers, 32 if consumers > 2 else 40)
+    for consumers, registers in _HOPPER_REGISTERS.items()
+}
 # ptxas makes products wait that could overlap, for one reason or another. The first two
 # are about registers, and C7519 is harmless: it only names a wait.
 SERIALISED = {7507, 7508, *range(7510, 7519), 7520}

@@ -35,6 +35,9 @@ inline float __int_as_float(int x) { return sim::same_bits<float>(x); }
 inline float __uint_as_float(unsigned x) { return sim::same_bits<float>(x); }
 inline int __float_as_int(float x) { return sim::same_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return sim::same_bits<unsigned>(x); }
+inline float __fdividef(float a, float b) {
+  return std::isfinite(b) && std::fabs(b) > 0x1p126f ? 0 * a : a / b;
+}
 inline double __longlong_as_double(long long x) { return sim::same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return sim::same_bits<long long>(x); }
 
