@@ -83,12 +83,16 @@ struct Logits {
   }
 
  private:
-  // The hyperbolic tangent. For 16-bit elements without a branch, and with an error that is small
-  // beside 1, not beside the result: that is what counts once it is multiplied by the cap.
+  // The hyperbolic tangent; for 16-bit elements without a branch, to about 1e-6.
   CUPY_FLASH_DEVICE static Acc squash(Acc x) {
     if constexpr (sizeof(typename Traits::Element) == 2) {
-      // 1 - 2 / (e^2x + 1), where e^2x may be infinite.
-      return Acc(1) - quotient_of(Acc(2), exp2_of(x * (2 * Constants<Acc>::kLog2E)) + Acc(1));
+      // 1 - 2 / (e^2x + 1), where e^2x may be infinite; near 0, where that has no digits left, its
+      // series.
+      const Acc power = exp2_of(x * (2 * Constants<Acc>::kLog2E));
+      const Acc far = Acc(1) - quotient_of(Acc(2), power + Acc(1));
+      const Acc square = x * x;
+      const Acc ratio = fma_of(square, fma_of(square, Acc(2.0f / 15), Acc(-1.0f / 3)), Acc(1));
+      return square < Acc(0.01f) ? x * ratio : far;
     } else {
       return tanh_of(x);
     }

@@ -97,6 +97,8 @@ CASES = (
     (SMALL, forward("axes", batch=(2, 3), sq=70, memory="broadcast")),
     (SMALL, forward("negative_scale", scale=-0.4)),
     (SMALL, forward("scale_0", scale=0.0)),
+    (SMALL, forward("large_cap", softcap=3e5, scale=4.0)),
+    (SMALL, forward("small_cap", softcap=0.3, scale=4.0)),
     (SMALL, forward("fp16", "float16", **LENGTHS)),
     (SMALL, forward("fp16_spread", "float16", scale=4.0)),
     (DEEP, forward("causal", causal=True, **_FLAT)),
