@@ -332,7 +332,7 @@ def test_every_row_of_wgmma_is_chosen() -> None:
     gpu = dataclasses.replace(hypothetical(f"sm_{MAIN}"), nvrtc=compile_matrix.NVRTC)
     chosen = {}
     for row, batch, seqlen, causal in itertools.product(
-        configs.WGMMA_FORWARD, (1, 9), (512, 4096), (False, True)
+        configs.WGMMA_FORWARD, (1, 2, 9, 33), (512, 4096, 8192), (False, True)
     ):
         head = row.max_depth, row.max_depth_v
         options = Options("forward", causal=causal)
