@@ -94,8 +94,8 @@ def forward(file: ResultFile) -> str:
     peers = [name for name in timed_impls(rows) if name != OURS]
     return "\n\n".join(
         (
-            f"{OURS}'s forward pass on an {file.meta['gpu']} beside {', '.join(peers)}: "
-            "TFLOP/s, and in brackets times the speed\nof the best of them, by "
+            f"{OURS}'s forward pass on an {file.meta['gpu']} beside "
+            f"{', '.join(peers)}: TFLOP/s, and in brackets times the speed\nof the best of them, by "
             "sequence length; "
             f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} "
             f"shapes ({source(file)}):",
