@@ -95,8 +95,8 @@ def forward(file: ResultFile) -> str:
     return "\n\n".join(
         (
             f"{OURS}'s forward pass on an {file.meta['gpu']} beside "
-            f"{', '.join(peers)}: TFLOP/s, and in brackets times the speed\nof the best of them, by "
-            "sequence length; "
+            f"{', '.join(peers)}: TFLOP/s, and in brackets times the speed\n"
+            "of the best of them, by sequence length; "
             f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} "
             f"shapes ({source(file)}):",
             table(("D", "mask", *map(str, seqlens)), 2, lines),
