@@ -16,7 +16,19 @@ import pytest
 from cupy_flash import flash_attention, plan_wgmma
 from cupy_flash.tiles import WgmmaTile
 
-from ..cases import Array, Case, Inputs, assert_same, compare, expect, expect_case, make
+from ..cases import (
+    ROWS,
+    Array,
+    Case,
+    Inputs,
+    assert_same,
+    compare,
+    compare_closely,
+    expect,
+    expect_case,
+    make,
+    raised,
+)
 from .device import SimDevice
 from .running import gpu, mirror, run
 
@@ -312,33 +324,6 @@ def leap(keys: int, bits: float, at: int = 77) -> Array:
 def stairs(keys: int, bits: float, width: int = 32) -> Array:
     """As much more with each tile of so many keys."""
     return bits * (keys // width - np.arange(keys) // width)
-
-
-# What levels are multiplied with in each row. Warps have 16 rows, lanes two of them.
-ROWS = {
-    "all": np.ones(16),
-    "one": np.arange(16) == 11,
-    "half": np.arange(16) < 8,
-    "apart": np.array([1, 0, -1, 0.5, 0, 1, 0, 0.1, 0, -1, 1, 0, 0.7, 0, -0.3, 1]),
-}  # fmt: skip
-
-
-def raised(case: Case, levels: Array, rows: str = "all") -> Inputs:
-    """Return the arrays of a case with levels, in bits, added to the logits of keys."""
-    inputs = make(case)
-    scale = case.d**-0.5 if case.scale is None else case.scale
-    inputs.q[..., 0] = 8 * np.resize(ROWS[rows], case.sq)[:, None]
-    inputs.k[..., 0] = (levels * np.log(2) / (8 * scale))[:, None]
-    return inputs
-
-
-def compare_closely(results: dict[str, Array], inputs: Inputs) -> None:
-    """Compare with the reference alone.
-
-    A plain implementation rounds large logits so much that it excuses anything.
-    """
-    truths = expect(inputs, gradients=False)
-    compare(results, {name: replace(x, plain=None) for name, x in truths.items()})
 
 
 def check_closely(inputs: Inputs, tile: WgmmaTile) -> dict[str, Array]:

@@ -15,7 +15,16 @@ import pytest
 from cupy_flash.compiler import source_root
 from cupy_flash.tiles import WgmmaTile
 
-from ..cases import Array, Case, Inputs, compare, expect_case, make
+from ..cases import (
+    Array,
+    Case,
+    Inputs,
+    compare,
+    compare_closely,
+    expect_case,
+    make,
+    raised,
+)
 from .build import compiler
 from .device import SimulationError
 from .running import run
@@ -30,11 +39,9 @@ from .test_wgmma import (
     SMALL,
     TURNS,
     WIDEST,
-    compare_closely,
     device,
     forward,
     leap,
-    raised,
 )
 
 _CAUSAL = forward("causal", causal=True, sq=150, sk=260)
