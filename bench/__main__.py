@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import shlex
 import signal
@@ -28,10 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from . import tables, tiles
+from . import memory, tables, tiles
 from .machine import run_meta
 from .peers import all_peers, make_inputs
 from .peers.base import Peer, no_cuda
+from .prepare import kept, prepare
 from .progress import Lines, shown, summary
 from .results import FOLDER, ResultFile, one_line
 from .runner import Runner
@@ -125,6 +127,14 @@ def run_parser() -> argparse.ArgumentParser:
         help="of the whole run; what doesn't fit is skipped (default: %(default)g)",
     )
     add(
+        "--prepare",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first let N processes compile what the cases need, for a third of the "
+        "budget at most (default: each case compiles when it is measured)",
+    )
+    add(
         "--case-seconds",
         type=float,
         metavar="SECONDS",
@@ -202,7 +212,9 @@ def run(
     end = time.monotonic() + options.budget
     file: ResultFile | None = None
     try:
-        with terminable():
+        with terminable(), kept() if options.prepare else contextlib.nullcontext():
+            if options.prepare:
+                compile_ahead(options, cases)
             dtypes = {case.dtype: None for group in cases.values() for case in group}
             meta = run_meta(options.device, command, dtypes)
             timer = CudaTimer() if options.device == "cuda" else HostTimer()
@@ -232,6 +244,21 @@ def run(
         print("interrupted; what was measured is kept", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def compile_ahead(
+    options: argparse.Namespace, cases: dict[str, Sequence[Case]]
+) -> None:
+    """Compile what the workloads need but for `first_call`, which measures that."""
+    start = time.monotonic()
+    needed = [case for group in cases.values() for case in group]
+    if "memory" in cases:
+        needed += memory.cases(options.device)
+    done = prepare(
+        needed, options.prepare, options.budget / 3, options.only, options.device
+    )
+    elapsed = time.monotonic() - start
+    print(f"{done} of {len(needed)} cases compiled, {elapsed:.0f} s", file=sys.stderr)
 
 
 def run_cases(
@@ -266,6 +293,10 @@ def run_cases(
         for case, rows in runner.run(cases):
             file.add(rows)
             progress.done(summary(case, rows))
+            if options.device == "cuda":
+                # Collecting garbage after each case need not look through all that
+                # PyTorch and JAX are made of.
+                gc.freeze()
 
 
 def contestants(

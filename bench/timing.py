@@ -23,8 +23,10 @@ SLOW_MS = 5.0
 MOST_QUEUED = 32
 MOST_BY_WALL = 200
 MIN_ROUNDS = 5
-# A contestant that takes long has fewer rounds, so that the others have their share.
+# A contestant that takes long has fewer rounds, so that the others have their share:
+# what fits into twice the seconds of a case, within these limits.
 SLOW_SECONDS = 1.0
+FEWEST_SECONDS = 0.2
 FEWEST_ROUNDS = 2
 MAX_ROUNDS = 50
 HOST_CALLS = 20
@@ -318,9 +320,13 @@ def calls_per_round(ms: float, clock: str) -> int:
     return max(1, min(MOST_QUEUED, math.ceil(ROUND_MS / max(ms, 1e-3))))
 
 
-def rounds_of(ms: float) -> int:
-    """Return how many rounds a contestant has at most whose round takes so long."""
-    return max(FEWEST_ROUNDS, min(MAX_ROUNDS, int(SLOW_SECONDS * 1e3 / max(ms, 1e-3))))
+def rounds_of(ms: float, seconds: float = SLOW_SECONDS) -> int:
+    """Return how many rounds a contestant has at most whose round takes so long.
+
+    `seconds` is for how long all of them take turns.
+    """
+    share = min(SLOW_SECONDS, max(FEWEST_SECONDS, 2 * seconds)) * 1e3
+    return max(FEWEST_ROUNDS, min(MAX_ROUNDS, int(share / max(ms, 1e-3))))
 
 
 def alternate(
@@ -374,7 +380,7 @@ def alternate(
                 ms = _round(timer, prepared, counts[name], flush, entry)
                 if number < 0:
                     counts[name] = calls_per_round(ms, prepared.clock)
-                    most[name] = rounds_of(counts[name] * ms)
+                    most[name] = rounds_of(counts[name] * ms, seconds)
                     continue
                 entry.rounds[number] = ms
                 if host:

@@ -141,6 +141,8 @@ class Peer:
     clock : {"stream", "wall"}
     heads_first : bool
         Results are (B, H, S, D).
+    compiles : bool
+        It compiles for a case what it then keeps in a folder.
     """
 
     name = ""
@@ -149,6 +151,7 @@ class Peer:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     clock = "stream"
     heads_first = False
+    compiles = False
 
     def why_not(self, case: Case) -> str | None:
         """Return why the peer can't do a case, None if nothing is known against it."""

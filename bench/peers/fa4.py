@@ -19,6 +19,7 @@ class Fa4(TorchPeer):
     modules = ("torch", "flash_attn.cute")
     dtypes = HALVES
     heads_first = False
+    compiles = True
 
     def attention(self, case: Case) -> Callable[[Any, Any, Any], Any]:
         """Return the function; causal is aligned at the bottom right."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..workloads import Case
 
 # Of a process. Every new shape is compiled, its forward and its backward pass.
-COMPILE_SECONDS = 100.0
+COMPILE_SECONDS = 200.0
 # Above this many pairs of query and key the block mask isn't made from all of them at
 # once, but by a compiled function.
 _PAIRS = 1 << 30
@@ -25,6 +25,7 @@ class Flex(TorchPeer):
     name = "flex"
     modules = ("torch", "torch.nn.attention.flex_attention")
     dtypes = (*HALVES, "float32")
+    compiles = True
     # Seconds that this process has spent compiling; of all instances together.
     spent = 0.0
 

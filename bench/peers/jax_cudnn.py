@@ -20,6 +20,7 @@ class Jax(Peer):
     modules = ("jax",)
     dtypes = HALVES
     clock = "wall"
+    compiles = True
     implementation = "cudnn"
 
     def __init__(self) -> None:

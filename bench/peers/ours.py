@@ -27,6 +27,8 @@ class CuPyFlash(Peer):
         Default: "cupy_flash", with a forced family or tile behind a colon.
     """
 
+    compiles = True
+
     def __init__(
         self, device: str = "cuda", config: Any = None, name: str | None = None
     ) -> None:
