@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import shlex
 import signal
@@ -293,10 +292,7 @@ def run_cases(
         for case, rows in runner.run(cases):
             file.add(rows)
             progress.done(summary(case, rows))
-            if options.device == "cuda":
-                # Collecting garbage after each case need not look through all that
-                # PyTorch and JAX are made of.
-                gc.freeze()
+            memory.forget_libraries(options.device)
 
 
 def contestants(

@@ -30,6 +30,8 @@ IMPLEMENTATIONS = {
 CACHES = ("cold", "warm")
 DIRECTIONS = ("forward", "backward")
 REPEATS = 3
+# An implementation that has taken so long isn't started again.
+LONG_SECONDS = 45.0
 TIMEOUT_S = 300.0
 SHAPE = (1, 128, 4, 128)
 DTYPE = "float16"
@@ -83,7 +85,7 @@ def rows(
     device: str = "cuda",
     wanted: Wanted = EVERYTHING,
 ) -> list[Row]:
-    """Time every implementation, cold and then warm, `REPEATS` times.
+    """Time every implementation, cold and then warm, up to `REPEATS` times.
 
     Parameters
     ----------
@@ -130,8 +132,11 @@ def measure(
     """
     times: dict[str, list[Times]] = {cache: [] for cache in CACHES}
     status, why = "ok", ""
+    start = time.monotonic()
     try:
-        for _ in range(REPEATS):
+        for repeat in range(REPEATS):
+            if repeat and time.monotonic() - start > LONG_SECONDS:
+                break
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 for cache in CACHES:
                     left = end - time.monotonic()

@@ -69,6 +69,7 @@ def rows(
                 row = measure(peer, case, device)
             found.append(row)
             log(f"{case.label} {peer.name}: {outcome(row)}")
+            forget_libraries(device)
     return found
 
 
@@ -201,6 +202,15 @@ def release(device: str) -> None:
         module("torch").cuda.empty_cache()
     if why_not_importable("cupy") is None:
         module("cupy").get_default_memory_pool().free_all_blocks()
+
+
+def forget_libraries(device: str) -> None:
+    """Spare later collections of garbage what PyTorch and JAX are made of.
+
+    To be called between two cases, when nothing of a case is left.
+    """
+    if device == "cuda":
+        gc.freeze()
 
 
 def reason_of(error: Exception) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from .results import OURS, Row, is_ours
@@ -34,17 +35,33 @@ def summary(case: Case, rows: Sequence[Row]) -> str:
 
 
 class Lines:
-    """One line per case."""
+    """One line per case, and at the end what took the time."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream, self._clock = stream, clock
+        self._spent: dict[str, float] = {}
+        self._what, self._since = "the rest", clock()
 
     def tick(self, what: str) -> None:
-        """Say nothing of what goes on within a case."""
+        """Note what goes on within a case from now on."""
+        now = self._clock()
+        self._spent[self._what] = self._spent.get(self._what, 0) + now - self._since
+        self._what, self._since = what, now
 
     def done(self, line: str) -> None:
         """Print a line."""
+        self.tick("the rest")
         print(line, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Say in one line what took longest."""
+        self.tick("")
+        longest = sorted(self._spent.items(), key=lambda entry: -entry[1])
+        parts = [f"{what} {spent:.0f}" for what, spent in longest if spent >= 0.5]
+        if parts:
+            print("seconds:", ", ".join(parts), file=self._stream, flush=True)
 
 
 class Bar:
@@ -70,7 +87,9 @@ def shown(
     """Show a run of so many cases on stderr, or another stream."""
     stream = stream or sys.stderr
     if not stream.isatty():
-        yield Lines(stream)
+        lines = Lines(stream)
+        yield lines
+        lines.end()
         return
     from rich.console import Console
     from rich.progress import (

@@ -101,7 +101,7 @@ class Runner:
             if self.timer.now() > self.deadline:
                 rows[name] = new_row(case, name, "skipped", OUT_OF_TIME)
                 continue
-            self.tick(name)
+            self.tick(f"{name}, to be ready")
             try:
                 prepared = peer.prepare(case, inputs)
                 errors[name] = checked(reference, prepared)

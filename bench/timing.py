@@ -1,4 +1,4 @@
-"""Times calls: one round of one contestant at a time, all contestants in turn.
+"""Times calls: one round of one contestant at a time, in turn, back and forth.
 
 Times on the GPU are those of the device. The calls of a round, each between two events,
 are queued while a kernel spins that does nothing else, so that they run back to back
@@ -339,7 +339,7 @@ def alternate(
     host: bool = False,
     tick: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Times]:
-    """Time contestants in turn, A B A B, for some seconds.
+    """Time contestants in turn, A B B A, for some seconds.
 
     Parameters
     ----------
@@ -371,7 +371,10 @@ def alternate(
             break
         if number > 0 and timer.now() + spent / (number + 1) > deadline:
             break
-        for name, prepared in contestants.items():
+        # Back and forth, A B B A: what runs before heats the device, so that nobody
+        # always follows the same one.
+        order = list(contestants.items())
+        for name, prepared in order if number % 2 == 0 else reversed(order):
             entry = times[name]
             if entry.error is not None or number >= most[name]:
                 continue

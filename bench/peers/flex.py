@@ -53,6 +53,8 @@ class Flex(TorchPeer):
         # Forget earlier shapes: after a few of them Dynamo stops compiling, and each
         # call looks through those that it has.
         torch._dynamo.reset()
+        # Else what is kept of a compiled backward pass can be run only once.
+        module("torch._functorch.config").donated_buffer = False
         compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
         mask = block_mask(case)
         grouped = case.heads != case.kv_heads

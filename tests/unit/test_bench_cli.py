@@ -53,8 +53,8 @@ def test_a_run_on_the_cpu_writes_result_and_table(
             assert row["ms"] is None and row["why"]
     out = capsys.readouterr()
     assert "| D64 causal B1 S256 H4 |" in out.out
-    # One line per case where nobody watches.
-    assert len(out.err.splitlines()) == 2
+    # One line per case where nobody watches, and one of where the time went.
+    assert len([line for line in out.err.splitlines() if " ms" in line]) == 2
     (table,) = tmp_path.glob("*.md")
     assert table.read_text() in out.out
 
@@ -264,6 +264,23 @@ def test_a_bar_is_drawn_on_a_terminal() -> None:
         progress.tick("fa2")
         progress.done("case [1] is done")
     assert "case [1] is done" in stream.getvalue()
+
+
+def test_a_log_ends_with_what_took_the_time() -> None:
+    from bench.progress import Lines
+
+    now = 0.0
+    stream = io.StringIO()
+    lines = Lines(stream, lambda: now)
+    for what, seconds in (("fa2", 2.0), ("flex", 5.0), ("fa2", 1.0), ("quick", 0.2)):
+        lines.tick(what)
+        now += seconds
+    lines.done("case 1")
+    now += 1.5
+    lines.end()
+    assert stream.getvalue().splitlines() == [
+        "case 1", "seconds: flex 5, fa2 3, the rest 2",
+    ]  # fmt: skip
 
 
 def test_importing_the_harness_needs_neither_torch_nor_matplotlib() -> None:

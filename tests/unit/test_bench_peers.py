@@ -408,6 +408,14 @@ def test_only_implementations_with_a_wanted_row_are_started(
     assert set(started) == {"a"} and len(rows) == 4
 
 
+def test_what_takes_long_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_call, "LONG_SECONDS", -1.0)
+    process = FakeProcess()
+    rows = first_call.measure("fake", "cpu", process, time.monotonic() + 60)
+    assert len(process.folders) == 2  # cold, then warm
+    assert {(row["status"], row["rounds"]) for row in rows} == {("ok", 1)}
+
+
 def test_processes_that_would_start_too_late_are_skipped() -> None:
     rows = first_call.measure("fake", "cpu", FakeProcess(), time.monotonic() - 1)
     assert {row["status"] for row in rows} == {"skipped"}
