@@ -78,8 +78,8 @@ def flash_attention(
     return_lse : bool, default False
         Also return the log-sum-exp of each row.
     config : str or tile, optional
-        Forces a kernel family ("simt", "mma") or a tile (a `SimtTile` or `MmaTile`
-        of `cupy_flash.configs`), for benchmarks and tests.
+        Forces a kernel family ("simt", "mma", "wgmma") or a tile (a `SimtTile`,
+        `MmaTile` or `WgmmaTile` of `cupy_flash.configs`), for benchmarks and tests.
 
     Returns
     -------

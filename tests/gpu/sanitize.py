@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.__main__ import terminable
 from bench.machine import ROOT, describe_machine, source_sha256
 from cupy_flash import configs, flash_attention, flash_attention_backward
 from cupy_flash.compiler import precompile
@@ -266,6 +267,43 @@ def understood(text: str, code: int, seconds: float) -> Found:
     return Found(errors, int(calls[1]), seconds, lines[:KEPT_LINES] if errors else ())
 
 
+def run_tools(
+    executable: str,
+    tools: Sequence[str],
+    child: Sequence[str],
+    shares: int,
+    seconds: float,
+) -> dict[str, Found]:
+    """Run all shares under all tools at once, and say when a tool is done."""
+    began = time.monotonic()
+    processes = {
+        tool: [
+            start(executable, tool, [*child, "--calls", str(share)])
+            for share in range(shares)
+        ]
+        for tool in tools
+    }
+    found = {}
+    try:
+        for tool, each in processes.items():
+            shares_found = [read(one, began, began + seconds) for one in each]
+            found[tool] = functools.reduce(operator.add, shares_found)
+            errors, calls = found[tool].errors, found[tool].calls
+            outcome = "not done" if errors is None else f"{errors} errors"
+            say(f"{tool}: {calls} calls, {outcome}, {found[tool].seconds:.0f} s")
+    finally:
+        for process in itertools.chain(*processes.values()):
+            if process.poll() is None:
+                stop(process)
+                process.communicate()
+    return found
+
+
+def say(text: str) -> None:
+    """Say what is done so far."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def record(
     found: dict[str, Found], version: str | None, count: int, command: str
 ) -> dict[str, Any]:
@@ -341,24 +379,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("compute-sanitizer is neither on the path nor with the toolkit")
     capability = int(cp.cuda.Device().compute_capability)
     needed = kernels(f"sm_{capability}")
+    began = time.monotonic()
     precompile(needed, capability)
     run_all()  # CuPy's own kernels are compiled as they come
+    say(f"{len(needed)} kernels ready after {time.monotonic() - began:.0f} s")
     child = [sys.executable, "-m", "tests.gpu.sanitize", "--shares", str(chosen.shares)]
-    began = time.monotonic()
-    processes = {
-        tool: [
-            start(executable, tool, [*child, "--calls", str(share)])
-            for share in range(chosen.shares)
-        ]
-        for tool in chosen.tool
-    }
-    found = {
-        tool: functools.reduce(
-            operator.add,
-            (read(process, began, began + chosen.seconds) for process in each),
-        )
-        for tool, each in processes.items()
-    }
+    with terminable():
+        found = run_tools(executable, chosen.tool, child, chosen.shares, chosen.seconds)
     command = shlex.join(["python", "-m", "tests.gpu.sanitize", *arguments])
     made = record(found, version_of(executable), len(needed), command)
     text = json.dumps(made, indent=2)

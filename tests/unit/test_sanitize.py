@@ -182,8 +182,11 @@ def test_what_was_found_is_not_hidden(fake: Path, complete: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
-def test_one_tool_makes_no_record(fake: Path) -> None:
+def test_one_tool_makes_no_record(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sanitize.main(["--tool", "memcheck", "--shares", "2"]) == 0
+    assert "memcheck: 14 calls, 0 errors" in capsys.readouterr().err
     assert not (fake / "result.json").exists()
 
 
@@ -200,6 +203,31 @@ def test_a_tool_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert isinstance(found, Found) and found.errors is None
     assert "because of its time" in found.report[-1]
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows runs no such script")
+def test_an_interrupt_stops_the_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable = tmp_path / "slow"
+    executable.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    executable.chmod(0o755)
+    started: list[Any] = []
+
+    def start(*arguments: Any) -> Any:
+        started.append(real(*arguments))
+        return started[-1]
+
+    def interrupt(*arguments: Any) -> Found:
+        raise KeyboardInterrupt
+
+    real = sanitize.start
+    monkeypatch.setattr(sanitize, "start", start)
+    monkeypatch.setattr(sanitize, "read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sanitize.run_tools(str(executable), ("memcheck", "racecheck"), [], 2, 60)
+    assert len(started) == 4
+    assert all(process.wait(10) != 0 for process in started)
 
 
 @pytest.mark.parametrize(
