@@ -31,8 +31,8 @@ import numpy as np
 from . import memory, tables, tiles
 from .machine import run_meta
 from .peers import all_peers, make_inputs
-from .peers.base import Peer, no_cuda
-from .prepare import kept, prepare
+from .peers.base import Peer, no_cuda, spare_imported
+from .prepare import prepare, shared_caches
 from .progress import Lines, shown, summary
 from .results import FOLDER, ResultFile, one_line
 from .runner import Runner
@@ -54,6 +54,13 @@ def words(text: str) -> tuple[str, ...]:
 def numbers(text: str) -> tuple[int, ...]:
     """Split at commas into integers."""
     return tuple(int(word) for word in words(text))
+
+
+def count(text: str) -> int:
+    """Read a number that isn't negative."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return int(text)
 
 
 def one_of(choices: Sequence[str], text: str) -> tuple[str, ...]:
@@ -127,11 +134,11 @@ def run_parser() -> argparse.ArgumentParser:
     )
     add(
         "--prepare",
-        type=int,
+        type=count,
         default=0,
         metavar="N",
-        help="first let N processes compile what the cases need, for a third of the "
-        "budget at most (default: each case compiles when it is measured)",
+        help="first let N processes compile what the cases need, for about a third of "
+        "the budget at most (default: each case compiles when it is measured)",
     )
     add(
         "--case-seconds",
@@ -210,23 +217,23 @@ def run(
     """Run workloads one after the other; an interrupt keeps what was measured."""
     end = time.monotonic() + options.budget
     file: ResultFile | None = None
+    caches = shared_caches() if options.prepare else contextlib.nullcontext()
     try:
-        with terminable(), kept() if options.prepare else contextlib.nullcontext():
-            if options.prepare:
-                compile_ahead(options, cases)
+        with terminable(), caches:
             dtypes = {case.dtype: None for group in cases.values() for case in group}
             meta = run_meta(options.device, command, dtypes)
             timer = CudaTimer() if options.device == "cuda" else HostTimer()
             timer.release()  # what measuring the ceilings took
+            files = {name: result_file(options, name, meta) for name in cases}
+            if options.resume:
+                cases = {name: files[name].without_done(g) for name, g in cases.items()}
+            if options.prepare:
+                compile_ahead(options, cases)
             for done, (name, group) in enumerate(cases.items()):
                 # What one workload leaves over is shared by those after it.
                 left = (end - time.monotonic()) / (len(cases) - done)
                 deadline = time.monotonic() + left
-                if options.resume:
-                    file = ResultFile.resume(options.resume, name, meta)
-                    group = file.without_done(group)
-                else:
-                    file = ResultFile.new(options.out, name, meta)
+                file = files[name]
                 if name in MODULES:
                     run_module(name, options, file, deadline)
                 elif group:
@@ -245,19 +252,39 @@ def run(
     return 0
 
 
+def result_file(
+    options: argparse.Namespace, name: str, meta: dict[str, Any]
+) -> ResultFile:
+    """Return the file that the rows of a workload go to."""
+    if options.resume:
+        return ResultFile.resume(options.resume, name, meta)
+    return ResultFile.new(options.out, name, meta)
+
+
 def compile_ahead(
     options: argparse.Namespace, cases: dict[str, Sequence[Case]]
 ) -> None:
-    """Compile what the workloads need but for `first_call`, which measures that."""
+    """Let several processes compile what the workloads need.
+
+    `first_call` measures that, `end_to_end` needs little, and `tiles` has a way of its
+    own.
+    """
     start = time.monotonic()
-    needed = [case for group in cases.values() for case in group]
+    needed = [
+        case for name, group in cases.items() if name != "tiles" for case in group
+    ]
     if "memory" in cases:
-        needed += memory.cases(options.device)
-    done = prepare(
+        # In float32 only this library is measured, on a GPU.
+        every = memory.cases(options.device)
+        needed += [c for c in every if c.dtype != "float32" or options.device == "cpu"]
+    made = prepare(
         needed, options.prepare, options.budget / 3, options.only, options.device
     )
-    elapsed = time.monotonic() - start
-    print(f"{done} of {len(needed)} cases compiled, {elapsed:.0f} s", file=sys.stderr)
+    print(
+        f"prepared {made.cases} of {len(needed)} cases, {made.calls} calls, in "
+        f"{time.monotonic() - start:.0f} s",
+        file=sys.stderr,
+    )
 
 
 def run_cases(
@@ -292,7 +319,7 @@ def run_cases(
         for case, rows in runner.run(cases):
             file.add(rows)
             progress.done(summary(case, rows))
-            memory.forget_libraries(options.device)
+            spare_imported(options.device)
 
 
 def contestants(

@@ -145,7 +145,7 @@ class Reference:
                         raise WrongResult(f"no {name}")
                     continue
                 got = self._cut(outputs[name], name, right)
-                whole, worst = block_errors(self.xp, got, right, blocks, name)
+                whole, worst = block_errors(got, right, blocks, name)
                 # Written so that NaN is an error too.
                 if not whole <= tolerance or not worst <= BLOCK_FACTOR * tolerance:
                     raise WrongResult(
@@ -250,7 +250,7 @@ def parts(blocks: list[slice], most: int) -> Iterator[slice]:
 
 
 def block_errors(
-    xp: ModuleType, got: Any, right: Any, blocks: list[slice], name: str
+    got: Any, right: Any, blocks: list[slice], name: str
 ) -> tuple[float, float]:
     """Return the relative error of the whole and of the worst block of rows.
 

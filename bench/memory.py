@@ -18,7 +18,7 @@ from typing import Any
 from cupy_flash.demo import traced_peak
 
 from .peers import CuPyFlash, Jax, Peer, Unsupported, all_peers, make_inputs
-from .peers.base import module, why_not_importable
+from .peers.base import module, spare_imported, why_not_importable
 from .results import EVERYTHING, TIME_IS_UP, Row, Wanted, new_row
 from .workloads import DIRECTIONS, ITEMSIZE, Case, square
 
@@ -69,7 +69,7 @@ def rows(
                 row = measure(peer, case, device)
             found.append(row)
             log(f"{case.label} {peer.name}: {outcome(row)}")
-            forget_libraries(device)
+        spare_imported(device)
     return found
 
 
@@ -202,15 +202,6 @@ def release(device: str) -> None:
         module("torch").cuda.empty_cache()
     if why_not_importable("cupy") is None:
         module("cupy").get_default_memory_pool().free_all_blocks()
-
-
-def forget_libraries(device: str) -> None:
-    """Spare later collections of garbage what PyTorch and JAX are made of.
-
-    To be called between two cases, when nothing of a case is left.
-    """
-    if device == "cuda":
-        gc.freeze()
 
 
 def reason_of(error: Exception) -> str:

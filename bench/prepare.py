@@ -14,6 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from .first_call import CACHE_FOLDERS, SETTINGS
 from .memory import release
@@ -21,16 +23,29 @@ from .peers import all_peers, make_inputs
 from .results import OURS
 from .workloads import Case
 
-# What decides which kernels a case needs, so that a share needs few.
-_ALIKE = ("dtype", "head_dim", "head_dim_v", "direction", "causal", "kv_seqlen")
+# What decides which kernels a case needs; cases that are alike go to one process.
+_ALIKE = ("dtype", "head_dim", "head_dim_v", "direction", "causal")
 # The caches of CuPy and of the driver stay where everybody has them.
-_OTHERS = ("CUPY_CACHE_DIR", "CUDA_CACHE_DISABLE")
-# Else each process would start a pool of its own to compile in.
-_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_NOT_MOVED = ("CUPY_CACHE_DIR", "CUDA_CACHE_DISABLE")
+# Else each worker would start a pool of its own to compile in.
+_IN_WORKERS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# A worker that is in the midst of a case when the time ends gets so much more.
+GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How many calls of how many cases could be made."""
+
+    calls: int = 0
+    cases: int = 0
+
+    def __add__(self, other: Compiled) -> Compiled:
+        return Compiled(self.calls + other.calls, self.cases + other.cases)
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def shared_caches() -> Iterator[None]:
     """Let this process and those that it starts share what peers compile.
 
     Where the environment names no folder for it, it is a temporary one.
@@ -38,8 +53,8 @@ def kept() -> Iterator[None]:
     before = os.environ.copy()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         wanted = {name: os.path.join(folder, name.lower()) for name in CACHE_FOLDERS}
-        for name, value in {**wanted, **SETTINGS, **_ALONE}.items():
-            if name not in _OTHERS:
+        for name, value in {**wanted, **SETTINGS}.items():
+            if name not in _NOT_MOVED:
                 os.environ.setdefault(name, value)
         try:
             yield
@@ -49,12 +64,19 @@ def kept() -> Iterator[None]:
 
 
 def shares(cases: Iterable[Case], count: int) -> list[list[Case]]:
-    """Divide cases into so many shares, those that need the same kernels together."""
-    ordered = sorted(
-        dict.fromkeys(cases), key=lambda case: [getattr(case, n) for n in _ALIKE]
-    )
-    size = max(1, math.ceil(len(ordered) / count))
-    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
+    """Divide cases into up to so many shares, those with the same kernels together.
+
+    Shares differ by one case at most, and within one the order stays as it was.
+    """
+    cases = list(dict.fromkeys(cases))
+    place = {case: number for number, case in enumerate(cases)}
+    alike = sorted(cases, key=lambda case: [getattr(case, name) for name in _ALIKE])
+    count = min(count, len(cases))
+    ends = [math.ceil(len(cases) * n / count) for n in range(count + 1) if count]
+    return [
+        sorted(alike[start:end], key=place.__getitem__)
+        for start, end in zip(ends, ends[1:], strict=False)
+    ]
 
 
 def prepare(
@@ -63,53 +85,86 @@ def prepare(
     seconds: float,
     only: Sequence[str] = (),
     device: str = "cuda",
-) -> int:
-    """Let every implementation that compiles meet each case once.
+) -> Compiled:
+    """Let every implementation that compiles make the call of each case once.
 
     Parameters
     ----------
     cases : iterable of Case
+        The most telling first.
     processes : int
         How many work at once.
     seconds : float
-        Cases that no process has begun by then are left out.
+        No case is begun later. What then still runs is stopped after `GRACE_SECONDS`.
     only : sequence of str
         The implementations of the run, empty for all; ours is always one of them.
     device : {"cuda", "cpu"}
 
     Returns
     -------
-    int
-        How many cases were met.
+    Compiled
+        Of the processes that came to their end; one that dies takes nothing with it
+        but its own share.
     """
-    context = multiprocessing.get_context("spawn")
     until = time.time() + seconds
-    tasks = [(share, tuple(only), device, until) for share in shares(cases, processes)]
-    if not tasks:
-        return 0
-    with context.Pool(len(tasks)) as pool:
-        return sum(pool.starmap(meet, tasks, chunksize=1))
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    total = Compiled()
+    try:
+        for share in shares(cases, processes):
+            receiver, sender = context.Pipe(duplex=False)
+            worker = context.Process(
+                target=_work, args=(sender, share, tuple(only), device, until)
+            )
+            worker.start()
+            sender.close()
+            workers.append((worker, receiver))
+        for worker, receiver in workers:
+            worker.join(max(0.0, until + GRACE_SECONDS - time.time()))
+            with contextlib.suppress(EOFError):  # it died
+                if receiver.poll():
+                    total += receiver.recv()
+    finally:
+        for worker, receiver in workers:
+            worker.terminate()
+            receiver.close()
+    return total
 
 
-def meet(cases: Sequence[Case], only: Sequence[str], device: str, until: float) -> int:
-    """Build the calls of some cases; return how many cases there was time for.
+def _work(
+    sender: Connection,
+    cases: Sequence[Case],
+    only: Sequence[str],
+    device: str,
+    until: float,
+) -> None:
+    for name, value in _IN_WORKERS.items():
+        os.environ.setdefault(name, value)
+    sender.send(compile_share(cases, only, device, until))
+
+
+def compile_share(
+    cases: Sequence[Case], only: Sequence[str], device: str, until: float
+) -> Compiled:
+    """Make the calls of some cases, as long as `time.time()` is before `until`.
 
     An implementation that fails here will say so when it is measured.
     """
-    peers = [
-        peer
-        for peer in all_peers(device)
-        if peer.compiles and (not only or peer.name in (OURS, *only))
-    ]
-    done = 0
+    total = Compiled()
     for case in cases:
         if time.time() > until:
             break
-        inputs = make_inputs(case, device)
-        for peer in peers:
-            with contextlib.suppress(Exception):
-                peer.prepare(case, inputs)
-        del inputs
-        release(device)
-        done += 1
-    return done
+        calls = 0
+        # Memory may be short, since the other processes use it too.
+        with contextlib.suppress(Exception):
+            inputs = make_inputs(case, device)
+            for peer in all_peers(device):
+                if not peer.compiles or (only and peer.name not in (OURS, *only)):
+                    continue
+                with contextlib.suppress(Exception):
+                    peer.prepare(case, inputs)
+                    calls += 1
+            del inputs
+            release(device)
+        total += Compiled(calls, 1)
+    return total

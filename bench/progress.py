@@ -88,8 +88,10 @@ def shown(
     stream = stream or sys.stderr
     if not stream.isatty():
         lines = Lines(stream)
-        yield lines
-        lines.end()
+        try:
+            yield lines
+        finally:
+            lines.end()
         return
     from rich.console import Console
     from rich.progress import (

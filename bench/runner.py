@@ -86,6 +86,7 @@ class Runner:
                     rows[peer.name] = new_row(
                         case, peer.name, "failed", f"no reference: {describe(error)}"
                     )
+            self.tick("giving memory back")
             self.timer.release()
         return [rows[peer.name] for peer in peers]
 
@@ -114,6 +115,7 @@ class Runner:
                 rows[name] = new_row(case, name, "failed", describe(error))
                 self.timer.release()
         del reference
+        self.tick("giving memory back")
         self.timer.release()
         times = alternate(
             ready,

@@ -1,4 +1,4 @@
-"""Times calls: one round of one contestant at a time, in turn, back and forth.
+"""Times calls: a round of each contestant in turn, and again in another order.
 
 Times on the GPU are those of the device. The calls of a round, each between two events,
 are queued while a kernel spins that does nothing else, so that they run back to back
@@ -8,9 +8,10 @@ however slow the host was in queueing them.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -339,7 +340,7 @@ def alternate(
     host: bool = False,
     tick: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Times]:
-    """Time contestants in turn, A B B A, for some seconds.
+    """Time contestants in turn, for some seconds.
 
     Parameters
     ----------
@@ -371,11 +372,8 @@ def alternate(
             break
         if number > 0 and timer.now() + spent / (number + 1) > deadline:
             break
-        # Back and forth, A B B A: what runs before heats the device, so that nobody
-        # always follows the same one.
-        order = list(contestants.items())
-        for name, prepared in order if number % 2 == 0 else reversed(order):
-            entry = times[name]
+        for name in order_of(contestants, number):
+            prepared, entry = contestants[name], times[name]
             if entry.error is not None or number >= most[name]:
                 continue
             tick(name)
@@ -391,6 +389,14 @@ def alternate(
             except Exception as error:  # a peer may raise anything
                 entry.error = error
     return times
+
+
+def order_of(names: Collection[str], number: int) -> list[str]:
+    """Return the order of a round, another one each time but the same in every run.
+
+    What runs before heats the device, so that nobody should always follow the same one.
+    """
+    return random.Random(number).sample(list(names), len(names))
 
 
 def note_on(prepared: Prepared, timer: Timer, flush: bool) -> str:

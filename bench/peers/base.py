@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -293,6 +294,19 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+@functools.cache
+def spare_imported(device: str) -> None:
+    """Spare later collections of garbage the search through all imported modules.
+
+    On a GPU they hold PyTorch and JAX, some million objects. Called when a first case
+    is over and nothing of it is left; later calls do nothing, because what they kept
+    from being collected would be of cases.
+    """
+    if device == "cuda":
+        gc.collect()
+        gc.freeze()
 
 
 def as_torch(torch: ModuleType, x: Any) -> Any:

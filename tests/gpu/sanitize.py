@@ -274,23 +274,20 @@ def run_tools(
     shares: int,
     seconds: float,
 ) -> dict[str, Found]:
-    """Run all shares under all tools at once, and say when a tool is done."""
+    """Run all shares under all tools at once, and say what each of them found."""
     began = time.monotonic()
-    processes = {
-        tool: [
-            start(executable, tool, [*child, "--calls", str(share)])
-            for share in range(shares)
-        ]
-        for tool in tools
-    }
+    processes: dict[str, list[subprocess.Popen[str]]] = {tool: [] for tool in tools}
     found = {}
     try:
+        for tool, share in itertools.product(tools, range(shares)):
+            command = [*child, "--calls", str(share)]
+            processes[tool].append(start(executable, tool, command))
         for tool, each in processes.items():
             shares_found = [read(one, began, began + seconds) for one in each]
             found[tool] = functools.reduce(operator.add, shares_found)
             errors, calls = found[tool].errors, found[tool].calls
             outcome = "not done" if errors is None else f"{errors} errors"
-            say(f"{tool}: {calls} calls, {outcome}, {found[tool].seconds:.0f} s")
+            say(f"{tool}: {calls} calls, {outcome}")
     finally:
         for process in itertools.chain(*processes.values()):
             if process.poll() is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,11 +22,21 @@ def test_contestants_take_turns() -> None:
     pair = {name: prepared(name, timer, 6.0) for name in ("a", "b")}
     times = alternate(pair, timer, seconds=0.1, deadline=math.inf)
     order = [name for name, _, _ in timer.log]
-    turns = ["b", "a", "a", "b"] * len(order)
-    assert len(order) > 8 and order == turns[: len(order)]
+    rounds = [{*order[at : at + 2]} for at in range(0, len(order), 2)]
+    assert len(rounds) > 4 and all(both == {"a", "b"} for both in rounds)
     assert times["a"].rounds.keys() == times["b"].rounds.keys()
     # The round before the first one isn't counted.
     assert len(times["a"].rounds) == len(order) // 2 - 1
+
+
+def test_nobody_always_follows_the_same_one() -> None:
+    """A device that was heated by the one before is slower."""
+    names = "abcde"
+    order = [name for n in range(-1, 200) for name in timing.order_of(names, n)]
+    assert order[:5] == timing.order_of(names, -1)  # the same in every run
+    after = Counter(zip(order, order[1:], strict=False))
+    for before, name in itertools.permutations(names, 2):
+        assert 20 < after[before, name] < 60  # 1000 / 25 = 40
 
 
 def test_times_and_ratios_are_those_of_the_calls() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -227,7 +228,7 @@ def test_an_interrupt_stops_the_tools(
     with pytest.raises(KeyboardInterrupt):
         sanitize.run_tools(str(executable), ("memcheck", "racecheck"), [], 2, 60)
     assert len(started) == 4
-    assert all(process.wait(10) != 0 for process in started)
+    assert all(process.wait(10) == -signal.SIGKILL for process in started)
 
 
 @pytest.mark.parametrize(
