@@ -149,16 +149,22 @@ def test_a_run_is_prepared_by_other_processes(
     assert "prepared 2 of 2 cases, 2 calls" in capsys.readouterr().err
 
 
-def test_only_what_is_left_of_a_run_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted: list[Case] = []
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
+    """The cases that the last run wanted to have prepared; none is."""
+    found: list[Case] = []
 
     def note(cases: list[Case], *_: Any) -> Compiled:
-        wanted[:] = cases
+        found[:] = cases
         return Compiled()
 
     monkeypatch.setattr(bench, "prepare", note)
+    return found
+
+
+def test_only_what_is_left_of_a_run_is_prepared(
+    tmp_path: Path, wanted: list[Case]
+) -> None:
     one = "cpu --prepare 2 --head-dim 64 --seqlen 256 --no-plots --case-seconds 0.01"
     forward = [*one.split(), "--direction", "forward"]
     assert bench.main([*forward, "--out", str(tmp_path)]) == 0
@@ -168,16 +174,7 @@ def test_only_what_is_left_of_a_run_is_prepared(
     assert {case.direction for case in wanted} == {"backward"}
 
 
-def test_memory_in_float32_is_ours_alone_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wanted: list[Case] = []
-
-    def note(cases: list[Case], *_: Any) -> Compiled:
-        wanted[:] = cases
-        return Compiled()
-
-    monkeypatch.setattr(bench, "prepare", note)
+def test_memory_in_float32_is_ours_alone_on_a_gpu(wanted: list[Case]) -> None:
     options = SimpleNamespace(device="cuda", prepare=2, budget=9.0, only=())
     tiles = Selection().cases("tiles")
     bench.compile_ahead(options, {"memory": (), "first_call": (), "tiles": tiles})
