@@ -34,7 +34,7 @@ from .peers import all_peers, make_inputs
 from .peers.base import Peer, no_cuda, spare_imported
 from .prepare import prepare, shared_caches
 from .progress import Lines, shown, summary
-from .results import FOLDER, ResultFile, one_line
+from .results import FOLDER, ResultFile, Wanted, one_line
 from .runner import Runner
 from .timing import CudaTimer, HostTimer, Timer
 from .workloads import DIRECTIONS, ITEMSIZE, MASKS, MODULES, NAMES, Case, Selection
@@ -328,10 +328,8 @@ def contestants(
     """Return the implementations of a case, ours first."""
     if case.workload == "tiles" and device == "cuda":
         return tiles.peers(case, family)
-    peers = all_peers(device)
-    if only:
-        peers = [peer for peer in peers if peer.name in (peers[0].name, *only)]
-    return peers
+    wanted = Wanted(tuple(only))
+    return [peer for peer in all_peers(device) if wanted.named(peer.name)]
 
 
 def run_module(

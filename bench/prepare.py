@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from .first_call import CACHE_FOLDERS, SETTINGS
 from .memory import release
 from .peers import all_peers, make_inputs
-from .results import OURS
+from .results import Wanted
 from .workloads import Case
 
 # What decides which kernels a case needs; cases that are alike go to one process.
@@ -114,7 +114,7 @@ def prepare(
         for share in shares(cases, processes):
             receiver, sender = context.Pipe(duplex=False)
             worker = context.Process(
-                target=_work, args=(sender, share, tuple(only), device, until)
+                target=_work, args=(sender, share, only, device, until)
             )
             worker.start()
             sender.close()
@@ -151,6 +151,8 @@ def compile_share(
     An implementation that fails here will say so when it is measured.
     """
     total = Compiled()
+    wanted = Wanted(tuple(only))
+    peers = [p for p in all_peers(device) if p.compiles and wanted.named(p.name)]
     for case in cases:
         if time.time() > until:
             break
@@ -158,9 +160,7 @@ def compile_share(
         # Memory may be short, since the other processes use it too.
         with contextlib.suppress(Exception):
             inputs = make_inputs(case, device)
-            for peer in all_peers(device):
-                if not peer.compiles or (only and peer.name not in (OURS, *only)):
-                    continue
+            for peer in peers:
                 with contextlib.suppress(Exception):
                     peer.prepare(case, inputs)
                     calls += 1

@@ -86,8 +86,7 @@ class Runner:
                     rows[peer.name] = new_row(
                         case, peer.name, "failed", f"no reference: {describe(error)}"
                     )
-            self.tick("giving memory back")
-            self.timer.release()
+            self._give_back()
         return [rows[peer.name] for peer in peers]
 
     def _measure(self, case: Case, peers: Sequence[Peer]) -> dict[str, Row]:
@@ -113,10 +112,9 @@ class Runner:
                 rows[name] = new_row(case, name, "wrong", str(error))
             except Exception as error:  # a peer may raise anything
                 rows[name] = new_row(case, name, "failed", describe(error))
-                self.timer.release()
+                self._give_back()
         del reference
-        self.tick("giving memory back")
-        self.timer.release()
+        self._give_back()
         times = alternate(
             ready,
             self.timer,
@@ -129,6 +127,10 @@ class Runner:
         for name, entry in times.items():
             rows[name] = timed_row(case, name, entry, times.get(OURS), errors[name])
         return rows
+
+    def _give_back(self) -> None:
+        self.tick("giving memory back")
+        self.timer.release()
 
     def _expected_seconds(self, case: Case) -> float:
         """Guess from the nearest cases so far how long this one will take.

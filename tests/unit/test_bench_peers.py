@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import time
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,22 @@ def test_what_a_peer_prints_and_warns_while_it_builds_is_swallowed(
     print("heard")
     assert capfd.readouterr().out == "heard\n"
     assert prepared.outputs(prepared.call())["out"].shape == (2, 24, 4, 16)
+
+
+def test_collections_are_spared_what_was_imported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later, what lives is of cases and has to be collected."""
+    done: list[str] = []
+    stand_in = types.SimpleNamespace(
+        collect=lambda: done.append("collect"), freeze=lambda: done.append("freeze")
+    )
+    monkeypatch.setattr(base, "gc", stand_in)
+    base.spare_imported.cache_clear()
+    for device in ("cpu", "cuda", "cuda", "cpu"):
+        base.spare_imported(device)
+    base.spare_imported.cache_clear()
+    assert done == ["collect", "freeze"]
 
 
 def test_every_peer_on_cuda_says_that_there_is_no_device(no_device: None) -> None:
