@@ -27,7 +27,7 @@ MIN_ROUNDS = 5
 # A contestant that takes long has fewer rounds, so that the others have their share:
 # what fits into twice the seconds of a case, within these limits.
 SLOW_SECONDS = 1.0
-FEWEST_SECONDS = 0.2
+FEWEST_SECONDS = 0.5
 FEWEST_ROUNDS = 2
 MAX_ROUNDS = 50
 HOST_CALLS = 20

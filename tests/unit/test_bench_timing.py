@@ -58,7 +58,7 @@ def test_the_ratio_is_formed_within_rounds() -> None:
 
 def test_there_are_at_least_five_rounds_and_not_many_more_than_fit() -> None:
     timer = FakeTimer()
-    slow = alternate({"a": prepared("a", timer, 30.0)}, timer, seconds=0, deadline=99)
+    slow = alternate({"a": prepared("a", timer, 95.0)}, timer, seconds=0, deadline=99)
     assert len(slow["a"].rounds) == timing.MIN_ROUNDS
     timer = FakeTimer()
     fast = alternate({"a": prepared("a", timer, 10.0)}, timer, seconds=0.2, deadline=9)
@@ -66,7 +66,8 @@ def test_there_are_at_least_five_rounds_and_not_many_more_than_fit() -> None:
 
 
 def test_a_short_turn_for_all_is_not_one_long_one_of_the_slowest() -> None:
-    assert timing.rounds_of(100.0, 0.1) == timing.FEWEST_ROUNDS
+    assert timing.rounds_of(300.0, 0.1) == timing.FEWEST_ROUNDS
+    assert timing.rounds_of(100.0, 0.1) == timing.MIN_ROUNDS
     assert timing.rounds_of(100.0, 0.3) == 6
     assert timing.rounds_of(100.0, 60.0) == timing.rounds_of(100.0) == 10
 
