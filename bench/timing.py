@@ -29,6 +29,10 @@ MIN_ROUNDS = 5
 SLOW_SECONDS = 1.0
 FEWEST_SECONDS = 0.5
 FEWEST_ROUNDS = 2
+# Whose call takes so many times as long as the fastest's is far behind; what is said of
+# it doesn't need the exactness of a narrow race.
+FAR_BEHIND = 5.0
+ROUNDS_FAR_BEHIND = 3
 MAX_ROUNDS = 50
 HOST_CALLS = 20
 # The first guess of how long the host takes to queue a round, and the longest spin.
@@ -364,6 +368,7 @@ def alternate(
     }
     counts = dict.fromkeys(contestants, 1)
     most = dict.fromkeys(contestants, MAX_ROUNDS)
+    first: dict[str, float] = {}
     start = timer.now()
     # The round before the first one warms up and tells how many calls a round holds.
     for number in range(-1, MAX_ROUNDS):
@@ -380,6 +385,7 @@ def alternate(
             try:
                 ms = _round(timer, prepared, counts[name], flush, entry)
                 if number < 0:
+                    first[name] = ms
                     counts[name] = calls_per_round(ms, prepared.clock)
                     most[name] = rounds_of(counts[name] * ms, seconds)
                     continue
@@ -388,7 +394,16 @@ def alternate(
                     entry.host_us.append(timer.host_us(prepared, HOST_CALLS))
             except Exception as error:  # a peer may raise anything
                 entry.error = error
+        if number < 0:
+            for name in far_behind(first):
+                most[name] = min(most[name], ROUNDS_FAR_BEHIND)
     return times
+
+
+def far_behind(ms: Mapping[str, float]) -> list[str]:
+    """Return the contestants whose calls take much longer than the fastest's."""
+    limit = FAR_BEHIND * min(ms.values(), default=0.0)
+    return [name for name, time in ms.items() if time > limit]
 
 
 def order_of(names: Collection[str], number: int) -> list[str]:

@@ -81,6 +81,17 @@ def test_what_takes_seconds_has_few_rounds() -> None:
     assert times["a"].ratio(times["b"]) == pytest.approx(90)
 
 
+def test_who_is_far_behind_has_few_rounds() -> None:
+    timer = FakeTimer()
+    factors = {"a": 1.0, "b": timing.FAR_BEHIND - 1, "c": timing.FAR_BEHIND + 1}
+    three = {name: prepared(name, timer, 6.0 * f) for name, f in factors.items()}
+    times = alternate(three, timer, seconds=2.0, deadline=99)
+    assert len(times["c"].rounds) == timing.ROUNDS_FAR_BEHIND
+    assert len(times["a"].rounds) > timing.MIN_ROUNDS < len(times["b"].rounds)
+    assert times["c"].ratio(times["a"]) == pytest.approx(factors["c"])
+    assert timing.far_behind({}) == []
+
+
 def test_rounds_end_before_the_deadline_but_one_is_run() -> None:
     timer = FakeTimer()
     times = alternate({"a": prepared("a", timer, 1e3)}, timer, seconds=9, deadline=3.5)
