@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import settings
-from .problem import ArrayInfo
 
 _CUDA_DLPACK_TYPES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
@@ -62,12 +61,12 @@ _KNOWN = {
 
 
 class Device(Protocol):
-    """Where arrays lie and kernels run."""
+    """Where arrays lie and kernels run.
+
+    Its arrays have `shape`, `strides` in bytes and `dtype` as NumPy's do.
+    """
 
     info: DeviceInfo
-
-    def describe(self, array: Any) -> ArrayInfo:
-        """Return what validation and planning need to know of an array."""
 
     def pointer(self, array: Any) -> int:
         """Return the address of the array's first element."""
@@ -85,7 +84,7 @@ class Device(Protocol):
         """
 
     def clear(self, array: Any) -> None:
-        """Fill an array with zeros on the current stream."""
+        """Fill an array that is contiguous with zeros on the current stream."""
 
     def to_host(self, array: Any) -> np.ndarray:
         """Copy an array to the host, which waits for it."""
@@ -135,9 +134,9 @@ class Device(Protocol):
         """Compile or look up kernels and return what `launch` takes of each."""
 
     def launch(
-        self, kernel: Any, grid: int, block: int, shared: int, *arguments: np.ndarray
+        self, kernel: Any, grid: int, block: int, shared: int, *arguments: ctypes.Array
     ) -> None:
-        """Enqueue a kernel on the current stream."""
+        """Enqueue a kernel on the current stream; it takes the arguments by value."""
 
 
 def import_cupy() -> ModuleType:
@@ -161,6 +160,7 @@ class CuPyDevice:
     def __init__(self, index: int) -> None:
         self.index = index
         self._cupy = import_cupy()
+        self._argument_at = self._cupy.cuda.function.CPointer
         self._on_current = contextlib.nullcontext()
         self._kernels: dict[Any, Any] = {}
 
@@ -183,10 +183,6 @@ class CuPyDevice:
     def count(self) -> int:
         """Return how many devices there are."""
         return self._cupy.cuda.runtime.getDeviceCount()
-
-    def describe(self, array: Any) -> ArrayInfo:
-        """Return what validation and planning need to know of an array."""
-        return ArrayInfo(array.shape, array.strides, array.dtype, array.data.ptr & 15)
 
     def pointer(self, array: Any) -> int:
         """Return the address of the array's first element."""
@@ -237,8 +233,8 @@ class CuPyDevice:
         return copy.view(array.dtype).reshape((*rows, *padded))[inside]
 
     def clear(self, array: Any) -> None:
-        """Fill an array with zeros on the current stream."""
-        array.fill(0)
+        """Fill an array that is contiguous with zeros on the current stream."""
+        array.data.memset_async(0, array.nbytes)
 
     def to_host(self, array: Any) -> np.ndarray:
         """Copy an array to the host, which waits for it."""
@@ -272,10 +268,13 @@ class CuPyDevice:
         return [self._kernels[spec] for spec in specs]
 
     def launch(
-        self, kernel: Any, grid: int, block: int, shared: int, *arguments: np.ndarray
+        self, kernel: Any, grid: int, block: int, shared: int, *arguments: ctypes.Array
     ) -> None:
-        """Enqueue a kernel on the current stream."""
-        kernel((grid,), (block,), arguments, shared)
+        """Enqueue a kernel on the current stream; it takes the arguments by value."""
+        # CuPy would take NumPy arrays too, but finds out where they lie in more time
+        # than a launch takes.
+        found = tuple(map(self._argument_at, map(ctypes.addressof, arguments)))
+        kernel((grid,), (block,), found, shared)
 
 
 class DriverError(RuntimeError):

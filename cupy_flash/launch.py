@@ -6,33 +6,41 @@ allocates its outputs, fills in the addresses and launches.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
 from . import settings
 from .device import Device, DeviceInfo, hypothetical
-from .params import Template, make_template
+from .params import Template, make_template, selector
 from .plan import Plan, make_plan
 from .problem import ArrayInfo, Options, Problem
 from .validate import (
     check_length_values,
     check_overlap,
     contiguous_strides,
-    describe_host,
     make_problem,
     output_shape,
 )
 
 _REMEMBERED = 64
+# Tensor maps of so many places are kept for one kind of call: a model's layers, each
+# with its own arrays, take turns. They are 0.5 KB each.
+_MAPS_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Everything about a call that doesn't depend on addresses."""
+    """Everything about a call that doesn't depend on addresses.
+
+    `given` names the outputs that came with the call; `mapped` takes the addresses
+    on which the tensor maps depend.
+    """
 
     problem: Problem
     plan: Plan
@@ -40,21 +48,23 @@ class _Prepared:
     outputs: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
     infos: Mapping[str, ArrayInfo]
     spans: Mapping[str, tuple[int, int]]
+    given: tuple[str, ...]
+    mapped: Callable[[Mapping[str, int]], tuple[int, ...]]
     launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
     apart: set[tuple[Any, ...]] = field(default_factory=set)
-    maps: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    maps: dict[tuple[int, ...], ctypes.Array] = field(default_factory=dict)
 
-    def tensor_maps(self, device: Device, addresses: Mapping[str, int]) -> np.ndarray:
+    def tensor_maps(self, device: Device, addresses: Mapping[str, int]) -> ctypes.Array:
         """Return the tensor maps of arrays at their addresses, as one argument."""
-        key = tuple([addresses[spec.name] for spec in self.plan.maps])
+        key = self.mapped(addresses)
         maps = self.maps.get(key)
         if maps is None:
-            encoded = [
+            encoded = b"".join(
                 device.tensor_map(addresses[m.name], m.dtype, m.shape, m.strides, m.box)
                 for m in self.plan.maps
-            ]
-            maps = np.frombuffer(b"".join(encoded), f"V{sum(map(len, encoded))}")
-            if len(self.maps) >= _REMEMBERED:
+            )
+            maps = ctypes.create_string_buffer(encoded, len(encoded))
+            if len(self.maps) >= _MAPS_REMEMBERED:
                 self.maps.clear()
             self.maps[key] = maps
         return maps
@@ -72,7 +82,8 @@ class _Prepared:
 @functools.lru_cache(maxsize=4096, typed=True)
 def _prepare(
     device: Device,
-    infos: tuple[tuple[str, ArrayInfo], ...],
+    names: tuple[str, ...],
+    layouts: tuple[tuple, ...],
     window_types: tuple[type, ...],
     *fields: Any,
 ) -> _Prepared:
@@ -82,34 +93,45 @@ def _prepare(
     is a legal `causal`.
     """
     options = Options(*fields)
-    problem = make_problem(dict(infos), options)
+    infos = dict(zip(names, starmap(ArrayInfo, layouts), strict=True))
+    problem = make_problem(infos, options)
     plan = make_plan(problem, device.info)
     outputs = tuple(
         (name, output_shape(problem, name), problem.operand(name).dtype)
         for name in problem.outputs
     )
-    spans = {name: _span(info) for name, info in infos if 0 not in info.shape}
-    template = make_template(problem, plan.dbias_splits, plan.section)
-    return _Prepared(problem, plan, template, outputs, dict(infos), spans)
+    spans = {name: _span(info) for name, info in infos.items() if 0 not in info.shape}
+    present = {*names, *problem.outputs, *[entry.name for entry in plan.workspace]}
+    template = make_template(problem, present, plan.dbias_splits, plan.section)
+    given = tuple([name for name in problem.outputs if name in infos])
+    mapped = selector([entry.name for entry in plan.maps])
+    return _Prepared(problem, plan, template, outputs, infos, spans, given, mapped)
 
 
 def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, ...]:
     """Compute a call on a device; return its outputs in order."""
-    describe = device.describe
-    infos = tuple([(name, describe(array)) for name, array in arrays.items()])
-    if isinstance(options.window, list):
-        options = options._replace(window=tuple(options.window))
     window = options.window
+    if isinstance(window, list):
+        window = tuple(window)
+        options = options._replace(window=window)
     types = tuple(map(type, window)) if isinstance(window, tuple) else ()
+    pointer = device.pointer
+    addresses: dict[str, int] = {}
+    layouts = []
+    for name, array in arrays.items():
+        addresses[name] = address = pointer(array)
+        layouts.append((array.shape, array.strides, array.dtype, address & 15))
+    kind = (device, tuple(arrays), tuple(layouts), types) + options
     try:
-        prepared = _prepare(device, infos, types, *options)
+        prepared = _prepare(*kind)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        prepared = _prepare.__wrapped__(device, infos, types, *options)
+        prepared = _prepare.__wrapped__(*kind)
     with device.active():
         # Also where a copy would be read: what is refused doesn't depend on strides.
-        _check_outputs(device, arrays, prepared)
+        for name in prepared.given:
+            _check_overlap(name, addresses, prepared)
         if prepared.plan.copies:
             arrays = dict(arrays)
             plan = prepared.plan
@@ -120,14 +142,16 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
             _check_device_lengths(device, arrays, prepared.problem)
         if len(prepared.launches) != len(prepared.plan.steps):
             prepared.load(device)
-        return _launch(device, arrays, prepared)
+        return _launch(device, arrays, addresses, prepared)
 
 
 def _launch(
-    device: Device, arrays: dict[str, Any], prepared: _Prepared
+    device: Device,
+    arrays: dict[str, Any],
+    addresses: dict[str, int],
+    prepared: _Prepared,
 ) -> tuple[Any, ...]:
     pointer = device.pointer
-    addresses = {name: pointer(array) for name, array in arrays.items()}
     results = []
     for name, shape, dtype in prepared.outputs:
         array = arrays.get(name)
@@ -157,15 +181,6 @@ def _span(info: ArrayInfo) -> tuple[int, int]:
     steps = [(n - 1) * s for n, s in zip(info.shape, info.strides, strict=True)]
     low, high = (sum(f(step, 0) for step in steps) for f in (min, max))
     return low, high + info.dtype.itemsize
-
-
-def _check_outputs(device: Device, arrays: dict[str, Any], prepared: _Prepared) -> None:
-    """Raise ValueError if an output that is given shares memory with another array."""
-    given = [name for name, _, _ in prepared.outputs if name in arrays]
-    if given:
-        addresses = {name: device.pointer(array) for name, array in arrays.items()}
-        for name in given:
-            _check_overlap(name, addresses, prepared)
 
 
 def _check_overlap(name: str, addresses: dict[str, int], prepared: _Prepared) -> None:
@@ -235,8 +250,11 @@ def explain(
             "NumPy arrays are computed on the CPU without a plan; name a GPU, such as "
             "device='sm_90'"
         )
-    describe = _describe_address if owner is None else owner.describe
-    infos = {name: describe(array) for name, array in arrays.items()}
+    pointer = _host_pointer if owner is None else owner.pointer
+    infos = {
+        name: ArrayInfo(array.shape, array.strides, array.dtype, pointer(array) & 15)
+        for name, array in arrays.items()
+    }
     return plan_call(infos, options, info)
 
 
@@ -252,9 +270,9 @@ def plan_call(
     return make_plan(make_problem(infos, options), device)
 
 
-def _describe_address(array: np.ndarray) -> ArrayInfo:
-    """Describe a NumPy array as if it lay on a GPU, where alignment matters."""
-    return describe_host(array)._replace(misalignment=array.ctypes.data & 15)
+def _host_pointer(array: np.ndarray) -> int:
+    """Return the address of a NumPy array, as if it lay on a GPU."""
+    return array.ctypes.data
 
 
 def _with_forward_results(

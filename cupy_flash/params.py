@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -83,27 +85,40 @@ def merge_batch_axes(problem: Problem) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The struct without its addresses, which come first in it.
+    """The struct without its addresses.
 
-    `dtype` is an opaque one of the struct's size: CuPy asks an argument for its
-    array interface, which lists each field of a structured dtype.
+    `select` takes the addresses that aren't null out of those of a call, in the
+    order in which `pointers` packs them.
     """
 
-    dtype: np.dtype
-    tail: bytes
+    blank: bytes
+    memory: type[ctypes.Array]
+    select: Callable[[Mapping[str, int]], tuple[int, ...]]
+    pointers: struct.Struct
 
-    def fill(self, addresses: Mapping[str, int]) -> np.ndarray:
-        """Return the struct with the addresses of a call, as an array of size 1."""
-        get = addresses.get
-        head = _PACK_POINTERS(*[get(name, 0) for name in POINTERS])
-        return np.frombuffer(head + self.tail, self.dtype)
+    def fill(self, addresses: Mapping[str, int]) -> ctypes.Array:
+        """Return the struct with the addresses of a call."""
+        filled = self.memory.from_buffer_copy(self.blank)
+        self.pointers.pack_into(filled, 0, *self.select(addresses))
+        return filled
 
 
-_PACK_POINTERS = struct.Struct(f"<{len(POINTERS)}Q").pack
+def selector(
+    names: Sequence[str],
+) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """Return what takes the values of some names out of a mapping, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)  # which is faster, and returns one value as it is
+    return lambda mapping: tuple([mapping[name] for name in names])
 
 
-def make_template(problem: Problem, dbias_splits: int, section: int) -> Template:
-    """Fill in everything that a problem determines."""
+def make_template(
+    problem: Problem, names: Collection[str], dbias_splits: int, section: int
+) -> Template:
+    """Fill in everything that a problem determines.
+
+    `names` are those of the arrays whose addresses will be filled in.
+    """
     batch = merge_batch_axes(problem)
     dtype = params_dtype(len(batch.shape))
     params = np.zeros(1, dtype)
@@ -128,8 +143,12 @@ def make_template(problem: Problem, dbias_splits: int, section: int) -> Template
     params["section"] = section
     params["scale"] = problem.scale
     params["softcap"] = problem.softcap
-    opaque = np.dtype(f"V{dtype.itemsize}")
-    return Template(opaque, params.tobytes()[8 * len(POINTERS) :])
+    return Template(
+        params.tobytes(),
+        ctypes.c_char * dtype.itemsize,
+        selector([name for name in POINTERS if name in names]),
+        struct.Struct("<" + "".join("Q" if n in names else "8x" for n in POINTERS)),
+    )
 
 
 def _element_strides(operand: Operand, batch: Batch, axes: int) -> list[int]:

@@ -504,26 +504,32 @@ def gather(
     """
     present: dict[str, object] = {}
     common: Device | None = None
-    first = ""
-    for position, (name, array) in enumerate(arrays.items()):
-        if array is None and position >= required:
+    for name, array in arrays.items():
+        if array is None and len(present) >= required:
             continue
         device, array = owner(name, array)
-        if not present:
-            common, first = device, name
-        elif device is not common:
-            if device is None or common is None:
-                host, other = (name, first) if device is None else (first, name)
-                raise TypeError(
-                    f"{host} is a NumPy array and {other} lies on a GPU; all arrays of "
-                    "a call must be of one kind"
-                )
-            raise ValueError(
-                f"{first} lies on {_place(common)} and {name} on {_place(device)}; all "
-                "arrays of a call must lie on one device"
-            )
+        if device is not common:
+            if present:
+                raise _apart(next(iter(present)), common, name, device)
+            common = device
         present[name] = array
     return common, present
+
+
+def _apart(
+    first: str, common: Device | None, name: str, device: Device | None
+) -> Exception:
+    """Return the error of two arrays that don't lie on one device."""
+    if device is None or common is None:
+        host, other = (name, first) if device is None else (first, name)
+        return TypeError(
+            f"{host} is a NumPy array and {other} lies on a GPU; all arrays of a call "
+            "must be of one kind"
+        )
+    return ValueError(
+        f"{first} lies on {_place(common)} and {name} on {_place(device)}; all arrays "
+        "of a call must lie on one device"
+    )
 
 
 def _place(device: Device) -> str:

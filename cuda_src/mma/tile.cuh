@@ -41,20 +41,24 @@ CUPY_FLASH_DEVICE void load_tile(Tile<Element, kRows, kColumns>& tile,
   constexpr int kPerRow = min_of((kColumns & -kColumns) / kPack, kWarpSize);
   constexpr int kSegment = kPerRow * kPack;
   constexpr int kRowsPerPass = kThreads / kPerRow;
-  const int first = threadIdx.x / kPerRow;
+  // Computed anew, or what follows from it fills registers all through the loop. Tiles of doubles
+  // have few passes, and more to lose.
+  const u32 thread = kSize < 8 ? u32(ptx::opaque(int(threadIdx.x))) : threadIdx.x;
+  const int first = thread / kPerRow;
   const int begin = valid.begin - row0;
   const u32 rows = u32(valid.end - valid.begin);
   const i64 step = kRowsPerPass * matrix.row_stride;
 #pragma unroll
   for (int segment = 0; segment < kColumns; segment += kSegment) {
-    const int c = segment + threadIdx.x % kPerRow * kPack;
+    const int c = segment + thread % kPerRow * kPack;
     const int width = kRagged ? max_of(min_of((columns - c) * kSize, 16), 0) : 16;
+    Element* const to = tile.at(first, c);
     const Element* from = ptx::opaque(matrix.data + (row0 + first) * matrix.row_stride + c);
 #pragma unroll
     for (int r = 0; r < kRows; r += kRowsPerPass) {
       const bool inside = u32(first + r - begin) < rows && c < columns;
       if (kRows % kRowsPerPass == 0 || first + r < kRows) {
-        ptx::cp_async<16>(tile.at(first + r, c), from, inside ? width : 0);
+        ptx::cp_async<16>(to + r * tile.kPitch, from, inside ? width : 0);
       }
       from += step;
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import struct
 import subprocess
@@ -17,7 +18,6 @@ import numpy as np
 
 from cupy_flash.device import DeviceInfo
 from cupy_flash.params import POINTERS, params_dtype
-from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
 
 from . import build, tensor_map
@@ -87,12 +87,6 @@ class SimDevice:
         view = array.view(SimArray)
         view.owner = self
         return view
-
-    def describe(self, array: Any) -> ArrayInfo:
-        """Describe an array for validation."""
-        return ArrayInfo(
-            array.shape, array.strides, array.dtype, self.pointer(array) & 15
-        )
 
     def pointer(self, array: Any) -> int:
         """Return the address of the first element, 0 if there is none."""
@@ -177,7 +171,7 @@ class SimDevice:
 
     def launch(
         self, kernel: KernelSpec, grid: int, block: int, shared: int,
-        *arguments: np.ndarray,
+        *arguments: ctypes.Array,
     ) -> None:  # fmt: skip
         """Run a kernel in a process of its own.
 
@@ -216,14 +210,14 @@ def run(
     grid: int,
     block: int,
     shared: int,
-    arguments: Sequence[np.ndarray],
+    arguments: Sequence[ctypes.Array],
 ) -> None:
     """Hand a launch to an executable and take the arrays back.
 
     The kernel's first argument begins with the pointers of `cupy_flash.params`; each
     begins at a multiple of 64 bytes, where tensor maps are found.
     """
-    argument = b"".join(_padded(array.tobytes()) for array in arguments)
+    argument = b"".join(_padded(bytes(each)) for each in arguments)
     fields = params_dtype(spec.batch_axes).fields
     arrays: dict[int, np.ndarray] = {}
     fixups = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__({self.block}, 1)
             params[name] = device.pointer(array)
         params["out"] = device.pointer(out)
         (kernel,) = device.kernels([self])
-        arguments = [params.view(f"V{params.nbytes}")]
+        arguments = [params.tobytes()]
         if self.maps:
             encoded = b"".join(
                 device.tensor_map(
@@ -119,8 +120,9 @@ extern "C" __global__ void __launch_bounds__({self.block}, 1)
                 )
                 for m in self.maps
             )  # fmt: skip
-            arguments.append(np.frombuffer(encoded, f"V{len(encoded)}"))
-        device.launch(kernel, self.grid, self.block, self.shared_memory, *arguments)
+            arguments.append(encoded)
+        structs = [ctypes.create_string_buffer(data, len(data)) for data in arguments]
+        device.launch(kernel, self.grid, self.block, self.shared_memory, *structs)
         return out
 
 

@@ -7,6 +7,7 @@ interface runs on a machine with no GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ import numpy as np
 
 from cupy_flash.device import DeviceInfo
 from cupy_flash.params import params_dtype
-from cupy_flash.problem import ArrayInfo
 from cupy_flash.spec import KernelSpec
 
 from ..sim import tensor_map
@@ -48,7 +48,7 @@ class Launch:
     grid: int
     block: int
     shared: int
-    params: np.ndarray
+    params: bytes
     live: frozenset[int]
     cleared: frozenset[int]
     maps: bytes = b""
@@ -56,7 +56,7 @@ class Launch:
     @property
     def fields(self) -> dict[str, Any]:
         """The kernel's argument, by the names of `cupy_flash.params`."""
-        struct = self.params.view(params_dtype(self.spec.batch_axes))[0]
+        (struct,) = np.frombuffer(self.params, params_dtype(self.spec.batch_axes))
         return {name: struct[name] for name in struct.dtype.names}
 
     def addresses(self, name: str, shape: Sequence[int], itemsize: int) -> np.ndarray:
@@ -125,12 +125,6 @@ class RecordingDevice:
         view = array.view(DeviceArray)
         view.owner = self
         return view
-
-    def describe(self, array: Any) -> ArrayInfo:
-        """Describe an array for validation."""
-        return ArrayInfo(
-            array.shape, array.strides, array.dtype, self.pointer(array) & 15
-        )
 
     def pointer(self, array: Any) -> int:
         """Return the address of the first element."""
@@ -211,7 +205,7 @@ class RecordingDevice:
 
     def launch(
         self, kernel: KernelSpec, grid: int, block: int, shared: int,
-        *arguments: np.ndarray,
+        *arguments: ctypes.Array,
     ) -> None:  # fmt: skip
         """Record a launch."""
         assert self.active_depth, "launched while another device is current"
@@ -220,8 +214,8 @@ class RecordingDevice:
         params, *maps = arguments
         self.launches.append(
             Launch(
-                kernel, grid, block, shared, params, live, cleared,
-                b"".join(m.tobytes() for m in maps),
+                kernel, grid, block, shared, bytes(params), live, cleared,
+                b"".join(map(bytes, maps)),
             )
         )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -226,10 +228,14 @@ class HostCuPy:
         @property
         def data(self) -> SimpleNamespace:
             """The address of the first element."""
-            return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+            address = self.__array_interface__["data"][0]
+            return SimpleNamespace(
+                ptr=address, memset_async=functools.partial(ctypes.memset, address)
+            )
 
     cuda = SimpleNamespace(
-        get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False)
+        get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False),
+        function=SimpleNamespace(CPointer=int),
     )
 
     @classmethod
@@ -338,6 +344,28 @@ def test_a_gpu_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert other.kernels([single])[0] is not first
     assert loaded == [single, half, double, single]
     assert gpu.kernels([]) == []
+
+
+def test_kernels_are_told_where_their_arguments_lie() -> None:
+    pytest.importorskip("cupy")
+    arguments = [ctypes.create_string_buffer(data, len(data)) for data in (b"ab", b"c")]
+    launched = []
+
+    def kernel(grid: tuple, block: tuple, found: tuple, shared: int) -> None:
+        values = [
+            ctypes.string_at(pointer.ptr, len(argument))
+            for pointer, argument in zip(found, arguments, strict=True)
+        ]
+        launched.append((grid, block, values, shared))
+
+    CuPyDevice(0).launch(kernel, 3, 128, 1000, *arguments)
+    assert launched == [((3,), (128,), [b"ab", b"c"], 1000)]
+
+
+def test_all_bytes_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = HostCuPy.ndarray((2, 3), np.float32)
+    host_gpu(monkeypatch).clear(array)
+    assert not array.any()
 
 
 # --- hypothetical ---------------------------------------------------------------------

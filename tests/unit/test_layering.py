@@ -145,7 +145,7 @@ def test_the_import_finder_finds_imports() -> None:
     found = dict(imports(PACKAGE / "launch.py"))
     assert found[".settings"] and found[".plan"] and found["numpy"]
     found = dict(imports(PACKAGE / "device.py"))
-    assert found[".problem"] is True and found[".compiler"] is False
+    assert found[".settings"] is True and found[".compiler"] is False
     assert found["cupy"] is False
 
 
