@@ -40,6 +40,8 @@ from .timing import CudaTimer, HostTimer, Timer
 from .workloads import DIRECTIONS, ITEMSIZE, MASKS, MODULES, NAMES, Case, Selection
 
 INTERRUPTED = 130
+# A workload that measures by itself has as much of the budget as so many cases.
+CASES_OF_MODULE = 20
 # Where no workload is named.
 DEFAULT = {"cuda": "training", "cpu": "cpu"}
 # Seconds for the rounds of one case.
@@ -229,10 +231,14 @@ def run(
                 cases = {name: files[name].without_done(g) for name, g in cases.items()}
             if options.prepare:
                 compile_ahead(options, cases)
-            for done, (name, group) in enumerate(cases.items()):
+            parts = {
+                name: len(group) or CASES_OF_MODULE for name, group in cases.items()
+            }
+            for name, group in cases.items():
                 # What one workload leaves over is shared by those after it.
-                left = (end - time.monotonic()) / (len(cases) - done)
+                left = (end - time.monotonic()) * parts[name] / sum(parts.values())
                 deadline = time.monotonic() + left
+                del parts[name]
                 file = files[name]
                 if name in MODULES:
                     run_module(name, options, file, deadline)

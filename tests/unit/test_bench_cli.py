@@ -16,7 +16,7 @@ import pytest
 from bench import __main__ as cli
 from bench import runner
 from bench.results import IDENTITY, STATUSES
-from bench.workloads import MASKS, NAMES
+from bench.workloads import MASKS, NAMES, square
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--device", "cpu", "--no-plots", "--case-seconds", "0.01")
@@ -131,18 +131,25 @@ def test_only_knows_what_a_workload_measures(tmp_path: Path) -> None:
 def test_workloads_share_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A workload that takes all it gets leaves the next one its part."""
+    """By their cases: one that takes all it gets leaves the next one its part."""
     shares = []
 
-    def run_cases(*arguments: Any) -> None:
+    def take(*arguments: Any) -> None:
         shares.append(arguments[-1] - cli.time.monotonic())
 
-    monkeypatch.setattr(cli, "run_cases", run_cases)
-    names = ["cpu", "small", "decode", "fp32"]
-    arguments = [*names, "--budget", "400", "--out", str(tmp_path), *QUICK]
+    monkeypatch.setattr(cli, "run_cases", take)
+    monkeypatch.setattr(cli, "run_module", take)
+    cases = {"cpu": 12, "small": 4, "fp32": 2}
+    one = square("cpu", "float32", 1, 64, 1, 64, False, "forward")
+    monkeypatch.setattr(
+        cli.Selection, "cases", lambda _, name: [one] * cases.get(name, 0)
+    )
+    names = [*cases, "memory"]
+    arguments = [*names, "--budget", "400", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
-    # None of them takes any time here, so each may have more than the one before.
-    expected = [400 / n for n in (4, 3, 2, 1)]
+    # None of them takes any time here, so each may have what those before left over.
+    counts = [*cases.values(), cli.CASES_OF_MODULE]
+    expected = [400 * n / sum(counts[at:]) for at, n in enumerate(counts)]
     assert shares == pytest.approx(expected, rel=0.05)
 
 
