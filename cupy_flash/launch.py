@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -32,6 +34,10 @@ _REMEMBERED = 64
 # Tensor maps of so many places are kept for one kind of call: a model's layers, each
 # with its own arrays, take turns. They are 0.5 KB each.
 _MAPS_REMEMBERED = 1024
+# Launches that count claims do it from numbers that lie far apart, wherever in 64 bits
+# the first one is: multiples of the golden ratio.
+_LAUNCHES = itertools.count(random.getrandbits(64))
+_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,8 @@ def _prepare(
     )
     spans = {name: _span(info) for name, info in infos.items() if 0 not in info.shape}
     present = {*names, *problem.outputs, *[entry.name for entry in plan.workspace]}
+    if "claims" in present:
+        present.add("first_claim")
     template = make_template(problem, present, plan.dbias_splits, plan.section)
     given = tuple([name for name in problem.outputs if name in infos])
     mapped = selector([entry.name for entry in plan.maps])
@@ -168,6 +176,8 @@ def _launch(
             device.clear(workspace[-1])
     for name in plan.cleared:
         device.clear(results[prepared.problem.outputs.index(name)])
+    if "claims" in addresses:
+        addresses["first_claim"] = next(_LAUNCHES) * _STEP % 2**64
     arguments = (prepared.template.fill(addresses),)
     if plan.maps:
         arguments += (prepared.tensor_maps(device, addresses),)

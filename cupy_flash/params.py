@@ -18,6 +18,9 @@ POINTERS = (
     "dq_sums", "claims",
 )  # fmt: skip
 
+# What comes before all that a problem determines: addresses, and a number for a launch.
+_HEAD = (*POINTERS, "first_claim")
+
 # Operand and the number of its axes after the batch axes, in the order of the struct.
 _STRIDES = (
     ("q", 3), ("k", 3), ("v", 3), ("out", 3), ("dout", 3), ("dq", 3), ("dk", 3),
@@ -39,7 +42,7 @@ _UNLIMITED = 2**32  # further than any two tokens are apart
 
 def params_dtype(batch_axes: int) -> np.dtype:
     """Return the struct as a NumPy dtype, for that number of batch axes."""
-    fields: list[tuple] = [(name, np.uint64) for name in POINTERS]
+    fields: list[tuple] = [(name, np.uint64) for name in _HEAD]
     fields += [
         (f"{name}_strides", np.int64, (batch_axes + axes,)) for name, axes in _STRIDES
     ]
@@ -85,21 +88,21 @@ def merge_batch_axes(problem: Problem) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The struct without its addresses.
+    """The struct without its head.
 
-    `select` takes the addresses that aren't null out of those of a call, in the
-    order in which `pointers` packs them.
+    `select` takes the numbers of the head that aren't 0 out of those of a call, in
+    the order in which `head` packs them.
     """
 
     blank: bytes
     memory: type[ctypes.Array]
     select: Callable[[Mapping[str, int]], tuple[int, ...]]
-    pointers: struct.Struct
+    head: struct.Struct
 
-    def fill(self, addresses: Mapping[str, int]) -> ctypes.Array:
-        """Return the struct with the addresses of a call."""
+    def fill(self, numbers: Mapping[str, int]) -> ctypes.Array:
+        """Return the struct with the addresses of a call, and its `first_claim`."""
         filled = self.memory.from_buffer_copy(self.blank)
-        self.pointers.pack_into(filled, 0, *self.select(addresses))
+        self.head.pack_into(filled, 0, *self.select(numbers))
         return filled
 
 
@@ -117,7 +120,8 @@ def make_template(
 ) -> Template:
     """Fill in everything that a problem determines.
 
-    `names` are those of the arrays whose addresses will be filled in.
+    `names` are those of the arrays whose addresses will be filled in, and maybe
+    "first_claim".
     """
     batch = merge_batch_axes(problem)
     dtype = params_dtype(len(batch.shape))
@@ -146,8 +150,8 @@ def make_template(
     return Template(
         params.tobytes(),
         ctypes.c_char * dtype.itemsize,
-        selector([name for name in POINTERS if name in names]),
-        struct.Struct("<" + "".join("Q" if n in names else "8x" for n in POINTERS)),
+        selector([name for name in _HEAD if name in names]),
+        struct.Struct("<" + "".join("Q" if n in names else "8x" for n in _HEAD)),
     )
 
 

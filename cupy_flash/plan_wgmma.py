@@ -112,7 +112,7 @@ class WgmmaBuilder(Builder):
         self.section = self._section(heads)
         self.add_step("forward", tile, min(tiles, self.device.multiprocessors))
         if tiles > self.device.multiprocessors:
-            self.add_workspace("claims", (1,), dtype=np.dtype(np.int32), zero=True)
+            self.add_workspace("claims", (1,), dtype=np.dtype(np.uint64))
         batch = merge_batch_axes(p)
         rows = (tile.rows, tile.columns, tile.columns, tile.rows)
         self.maps = tuple(

@@ -42,7 +42,8 @@ struct Params {
   void* delta;          // workspace: rowsum(dO * O) - dlse, (batch, heads_q, seqlen_q)
   void* dbias_partial;  // workspace: one tile of dbias for each split
   void* dq_sums;        // workspace: dq before scaling, in the order of mma fragments
-  void* claims;         // workspace: tiles that blocks have claimed beside their first
+  void* claims;         // workspace: counts the tiles that blocks claim beside their first
+  u64 first_claim;      // what it counts from, a number that no other launch has
 
   SequenceStrides<kBatchAxes> q_strides;
   SequenceStrides<kBatchAxes> k_strides;

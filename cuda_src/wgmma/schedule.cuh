@@ -87,7 +87,29 @@ struct Schedule {
   // than blocks.
   CUPY_FLASH_DEVICE int claim() const {
     if (params.claims == nullptr) return count();
-    return int(gridDim.x) + atomicAdd(static_cast<int*>(params.claims), 1);
+    return int(gridDim.x) + int(claims_before());
+  }
+
+ private:
+  // Claims, and returns how many claims there were before. The counter holds anything at first, so
+  // that nothing has to run before the kernel to clear it: what it shows is a number of claims only
+  // if it lies within their total from first_claim on. That is `count`, with the one of each block
+  // that finds nothing left; so after the last of them it holds anything once more.
+  CUPY_FLASH_DEVICE u64 claims_before() const {
+    u64* const counter = static_cast<u64*>(params.claims);
+    const u64 total = u64(count());
+    u64 before = atomicAdd(counter, u64(1)) - params.first_claim;
+    u64 shown = before + 1;
+    while (before >= total) {
+      // Nobody had claimed. Either this is the first claim, or somebody was faster, or the counter
+      // was changed by another that found the same.
+      const u64 found = atomicCAS(counter, params.first_claim + shown, params.first_claim + 1) -
+                        params.first_claim;
+      if (found == shown) return 0;
+      if (found < total) before = atomicAdd(counter, u64(1)) - params.first_claim;
+      shown = found;
+    }
+    return before;
   }
 };
 

@@ -54,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Addresses]:
     def recording(
         self: CuPyDevice, kernel: Any, grid: int, block: int, shared: int, *given: Array
     ) -> None:
-        pointers = np.frombuffer(given[0].tobytes(), np.uint64, len(POINTERS))
+        pointers = np.frombuffer(given[0], np.uint64, len(POINTERS))
         calls.append(dict(zip(POINTERS, pointers.tolist(), strict=True)))
         launch(self, kernel, grid, block, shared, *given)
 

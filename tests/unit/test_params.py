@@ -243,6 +243,12 @@ def test_what_a_call_does_not_have_is_null() -> None:
     assert not fields["lse_strides"].any() and not fields["mask_strides"].any()
 
 
+def test_a_launch_has_a_number_of_its_own() -> None:
+    found = filled(problem(qkv((2,))), claims=64, first_claim=2**64 - 1)
+    assert (int(found["claims"]), int(found["first_claim"])) == (64, 2**64 - 1)
+    assert filled(problem(qkv((2,))), claims=64)["first_claim"] == 0
+
+
 def test_one_template_serves_many_calls() -> None:
     """None of them changes what another was given."""
     template = make_template(problem(qkv((2,))), ["q", "v"], 1, 1)

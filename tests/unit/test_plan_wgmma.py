@@ -47,6 +47,7 @@ from .test_plan import (
 
 KIB = 1024
 INT32 = np.dtype(np.int32)
+UINT64 = np.dtype(np.uint64)
 BF16, FP16 = DTYPES["bf16"], DTYPES["fp16"]
 HOPPER = dataclasses.replace(DEVICES["sm_90"], nvrtc=(13, 0))
 halves = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
@@ -709,7 +710,7 @@ def test_known_tiles() -> None:
 
 @pytest.mark.parametrize("multiprocessors", [1, 7, 8, 9, 132])
 def test_a_block_for_each_multiprocessor(multiprocessors: int) -> None:
-    """More tiles than that are claimed one by one, with a counter that begins at 0."""
+    """More tiles than that are claimed one by one, with a counter."""
     tile = WgmmaTile(1, 64, 64, 64)
     gpu = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
     plan = make_plan(half(batch=(2,), hq=4, sq=64, config=tile), gpu)
@@ -718,8 +719,8 @@ def test_a_block_for_each_multiprocessor(multiprocessors: int) -> None:
         assert plan.workspace == ()
     else:
         (claims,) = plan.workspace
-        assert (claims.name, claims.shape, claims.dtype) == ("claims", (1,), INT32)
-        assert claims.zero and claims.nbytes == 4
+        assert (claims.name, claims.shape, claims.dtype) == ("claims", (1,), UINT64)
+        assert not claims.zero and claims.nbytes == 8
         assert "workspace: claims" in str(plan)
     assert [step.block for step in plan.steps] == [256]
 

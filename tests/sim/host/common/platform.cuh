@@ -110,9 +110,17 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 
-inline int atomicAdd(int* to, int value) {
-  const int before = *to;
+template <class T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
   *to += value;
+  return before;
+}
+
+template <class T>
+T atomicCAS(T* to, T expected, T value) {
+  const T before = *to;
+  if (before == expected) *to = value;
   return before;
 }
 
