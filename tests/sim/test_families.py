@@ -39,10 +39,11 @@ CASES = (
     ("mma", "sm_90", Case("packed", "float32", **_SMALL, d=30, memory="packed")),
     ("mma", "sm_90", Case("window", "float64", **_SMALL, d=24, window=(20, 5))),
     ("mma", "sm_90", Case("lengths", "bfloat16", **_LENGTHS, causal=True, dv=96)),
-    ("mma", "sm_90", Case("top_left", "bfloat16", **_LENGTHS, causal="top_left")),
+    ("mma", "sm_90",
+     Case("top_left", "bfloat16", **_LENGTHS, causal="top_left", dv=96)),
     ("mma", "sm_90", Case("reversed", "bfloat16", **_FEW, d=256, memory="reversed")),
-    ("mma", "sm_90", Case("masks", "bfloat16", **_SMALL, mask="bhqk", causal=True)),
-)
+    ("mma", "sm_90", Case("masks", "bfloat16", **_SMALL, mask="bhqk")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

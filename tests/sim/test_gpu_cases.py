@@ -239,8 +239,8 @@ def halves() -> Iterator[Row]:
         Case("no_mask", "bfloat16", **SINGLE, layout="bhsd", sq=64, sk=64),
     )  # fmt: skip
     yield from rows(
-        "mma", "sm_80", test_cases.test_one_key_seen_by_the_last_row,
-        Case("rows", "float16", **SINGLE, sq=34, sk=1, d=16, causal=True),
+        "mma", "sm_90", test_cases.test_one_key_seen_by_the_last_row,
+        Case("rows", "bfloat16", **SINGLE, sq=34, sk=1, causal=True),
     )  # fmt: skip
 
 

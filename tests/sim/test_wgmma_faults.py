@@ -185,7 +185,11 @@ FAULTS = (
           "row0 + g * kGroupRows;", "row0;"),
     # Work.
     Fault("a tile that nobody claims", "schedule.cuh",
-          "return int(gridDim.x) + atomicAdd", "return int(gridDim.x) + 1 + atomicAdd"),
+          "return int(gridDim.x) + int", "return int(gridDim.x) + 1 + int"),
+    Fault("what the counter held before counts", "schedule.cuh",
+          "while (before >= total)", "while (false)"),
+    Fault("the first claim counts as two", "schedule.cuh",
+          "params.first_claim + shown, params.first_claim + 1)", "params.first_claim + shown, params.first_claim + 2)"),
     Fault("rows of another tile", "schedule.cuh",
           "work.describe(params, row_tiles - 1 - rest / width,", "work.describe(params, row_tiles - rest / width,",
           case=_PLAIN),
@@ -362,7 +366,11 @@ def test_seeded_faults_are_found(
 )
 def test_without_a_fault_nothing_is_found(tile: WgmmaTile) -> None:
     met = {(f.case, f.bits, f.rows, f.base): f for f in FAULTS if f.tile == tile}
-    for fault in met.values():
+
+    def look(fault: Fault) -> None:
         for ways in _WAYS:
             results = run(inputs_of(fault), device(**ways), tile, gradients=False)
             check(results, fault)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(look, met.values()))

@@ -1,8 +1,9 @@
 """Every row of the tile tables compiles, for the GPUs it is meant for.
 
 Each row with no option and with all of them, on sm_90 or, if it is chosen only where
-shared memory is short, on a GPU that has less of it. The marker
-``matrix`` selects the same for more GPUs, which takes minutes.
+shared memory is short, on a GPU that has less of it; without options only where that
+can say something new. The marker ``matrix`` selects all for more GPUs, which takes
+minutes.
 
 Results are kept in a subfolder of ``CUPY_CACHE_DIR``, if that is set, under a hash of
 the source: then the next run takes seconds.
@@ -11,6 +12,7 @@ the source: then the next run takes seconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -86,6 +88,7 @@ OF_WGMMA = Variant(left=True, right=True, softcap=True, alibi=True)
 # --- The cases ------------------------------------------------------------------------
 
 
+@functools.cache
 def main_cases() -> list[Case]:
     return simt_main_cases() + mma_main_cases() + wgmma_main_cases()
 
@@ -101,8 +104,27 @@ def wgmma_main_cases() -> list[Case]:
     return list(dict.fromkeys(few))
 
 
+def is_part_of_others(case: Case) -> bool:
+    """Whether a kernel of `mma` without options is too much like others.
+
+    It is a part of the same with all options, which has hardly more room. For the main
+    GPU alone there are both, and `backward_dkdv` is `backward` without sums of dq.
+    """
+    spec = case.spec
+    return (
+        case.capability != MAIN
+        or spec.dtype == FLOAT64
+        or spec.kernel == "backward_dkdv"
+    )
+
+
+@functools.cache
 def mma_main_cases() -> list[Case]:
-    """Each row with its deepest tile, and once what is the same in every row."""
+    """Each row with its deepest tile, and once what is the same in every row.
+
+    That is how elements are loaded, multiplied and stored: the other half, float32 in
+    one product, head sizes that fill no chunk.
+    """
     cases = []
     met = set()
     for capability in (MAIN, MIDDLE, SMALL, OLDEST):
@@ -110,14 +132,26 @@ def mma_main_cases() -> list[Case]:
         for case in mma_cases_for(capability):
             spec = case.spec
             row = mma_row_of(spec)
+            once = False
             if row is None:  # one of the passes, which look at no more than the depth
                 row = spec.kernel, spec.dtype
-            elif spec.variant.tf32 or spec.variant.ragged or spec.dtype == HALVES[0]:
-                row = *row, spec.dtype, spec.variant.tf32, spec.variant.ragged
+            elif spec.variant.tf32 or spec.variant.ragged:
+                row = spec.kernel, spec.dtype, spec.variant.tf32, spec.variant.ragged
+                once = True
+            elif spec.dtype == HALVES[0] and capability != OLDEST:
+                met.add((*row, spec.dtype))  # so for the oldest, too
+                row = spec.kernel, spec.dtype
+                once = True
+            elif not spec.variant.mask and is_part_of_others(case):
+                continue
+            elif capability == OLDEST:  # which multiplies with other instructions
+                row = *row, spec.dtype
             if row in met:
                 continue
             tiles = deepest.setdefault(row, [])
             if tiles and tiles[0].spec.tile != spec.tile:
+                if once:  # of the largest tile, which comes first
+                    continue
                 tiles.clear()
             tiles.append(case)
         met |= set(deepest)
@@ -137,14 +171,11 @@ def simt_main_cases() -> list[Case]:
     # What is the same in every row: once for each kernel.
     for kernel, table in KERNELS.items():
         tile = table[0].tile
-        first = dataclasses.replace(plain(kernel, FLOAT32), scale_first=True)
-        specs = [simt(kernel, tile, FLOAT32, first, batch_axes=3)]
-        for half in HALVES:
-            specs.append(simt(kernel, tile, half, plain(kernel, half)))
-            specs.append(simt(kernel, tile, half, everything(half)))
+        specs = [simt(kernel, tile, half, everything(half)) for half in HALVES]
         # A bias of another dtype than the arrays.
-        mixed = Variant(bias=FLOAT64 if kernel == "backward_dbias" else HALVES[0])
-        specs.append(simt(kernel, tile, FLOAT32, mixed))
+        mixed = FLOAT64 if kernel == "backward_dbias" else HALVES[0]
+        other = Variant(bias=mixed, scale_first=True)
+        specs.append(simt(kernel, tile, FLOAT32, other, batch_axes=3))
         cases += [Case(spec, MAIN) for spec in specs]
     for dtype in DTYPES:
         cases += [Case(spec, MAIN) for spec in passes(dtype)]

@@ -255,11 +255,24 @@ def check_program(command: Command, module: str, arguments: Sequence[str]) -> No
         assert "usage:" in execute(command, "-m", module, *arguments, "--help")
 
 
+def check_marker(marker: str) -> None:
+    """Tests have it; that all of them can be collected another command shows."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    markers = re.findall(r"^(\w+):", config["tool:pytest"]["markers"], re.M)
+    assert marker in markers, f"setup.cfg has no marker {marker}"
+    files = (ROOT / "tests").rglob("test_*.py")
+    marked = [f for f in files if f"pytest.mark.{marker}\n" in f.read_text("utf-8")]
+    assert marked, f"no test has the marker {marker}"
+
+
 def check_command(command: Command) -> None:
     """Run a command, or as much of it as shows that it works."""
     match command.words:
         case ("pip", "install", *rest) | ("python", "-m", "pip", "install", *rest):
             check_install(rest)
+        case ("python", "-m", "pytest", "-m", marker):
+            check_marker(marker)
         case ("python", "-m", "pytest", *rest):
             quiet = ("--collect-only", "-q", "-p", "no:cacheprovider")
             execute(command, "-m", "pytest", *rest, *quiet)
@@ -277,9 +290,16 @@ def check_command(command: Command) -> None:
             raise AssertionError(f"no test knows what this is: {command.words}")
 
 
+# Each once, however often it is named.
+COMMANDS = {
+    (command.words, command.environment, command.expected): command
+    for command in commands_of(README.read_text(encoding="utf-8"))
+}
+
+
 @pytest.mark.parametrize(
     "command",
-    commands_of(README.read_text(encoding="utf-8")),
+    COMMANDS.values(),
     ids=lambda command: f"{command.line}: {shlex.join(command.words)}",
 )
 def test_command(command: Command) -> None:
@@ -306,6 +326,7 @@ def test_commands_are_found() -> None:
         ("pip install cupy_flash", "needed by nothing"),
         ("pip install --pre .", "needed by nothing"),
         ("python -m pytest tests/none", "exit code 4"),
+        ("python -m pytest -m none", "no marker none"),
         ("python -m cupy_flash --none", "exit code 2"),
         ("python -m bench.none", "no module"),
         ("python -m bench.machine", "no program"),
