@@ -334,13 +334,8 @@ def parts() -> dict[str, Callable[[], str]]:
     return {
         "compile-matrix": lambda: compile_matrix(load(RESULT)),
         "kernels": lambda: kernels(gpus_of(load(RESULT))),
-        **{name: functools.partial(of_speed, name) for name in speed.PARTS},
+        **{name: functools.partial(speed.part, name) for name in speed.PARTS},
     }
-
-
-def of_speed(workload: str) -> str:
-    """Return what the newest result of a workload says."""
-    return speed.PARTS[workload](speed.newest(workload))
 
 
 def load(path: Path) -> Any:

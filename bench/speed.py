@@ -72,35 +72,35 @@ def training(file: ResultFile) -> str:
     )
 
 
-def forward(file: ResultFile) -> str:
-    """Return the table of the whole forward grid beside the best peer, and its plot."""
-    rows = [row for row in file.rows if row["direction"] == "forward" and is_ok(row)]
+def lengths(file: ResultFile) -> str:
+    """Return the table of the training grid at all lengths, beside the best peer."""
+    rows = [row for row in file.rows if is_ok(row)]
     seqlens = sorted({row["seqlen"] for row in rows})
-    found: dict[tuple[int, bool], dict[int, str]] = {}
-    ratios = []
-    for group in grouped(rows, case_of).values():
-        speeds = {row["impl"]: row["tflops"] for row in group}
-        ours = speeds.pop(OURS, None)
-        if ours is None or not speeds:
-            continue
-        ratios.append(ours / max(speeds.values()))
+    found: dict[tuple[str, ...], dict[int, str]] = {}
+    ratios: dict[str, list[float]] = {}
+    for group in sorted(grouped(rows, case_of).values(), key=lambda g: order(g[0])):
         first = group[0]
-        line = found.setdefault((first["head_dim"], first["causal"]), {})
-        line[first["seqlen"]] = f"{ours:.0f} ({ratios[-1]:.2f})"
+        speeds = {row["impl"]: row["tflops"] for row in group}
+        peers = [speed for impl, speed in speeds.items() if impl in PEERS]
+        if OURS not in speeds or not peers:
+            continue
+        ratio = speeds[OURS] / max(peers)
+        ratios.setdefault(first["direction"], []).append(ratio)
+        line = found.setdefault((first["direction"], head_dim(first), mask(first)), {})
+        line[first["seqlen"]] = f"{speeds[OURS]:.0f} ({ratio:.2f})"
     lines = [
-        (str(size), mask({"causal": causal}), *(line.get(n, "–") for n in seqlens))
-        for (size, causal), line in sorted(found.items())
+        (*line, *(cells.get(n, "–") for n in seqlens)) for line, cells in found.items()
     ]
-    peers = [name for name in timed_impls(rows) if name != OURS]
+    means = ", ".join(
+        f"{geometric_mean(each):.2f} {name} (shapes: {len(each)})"
+        for name, each in ratios.items()
+    )
     return "\n\n".join(
         (
-            f"{OURS}'s forward pass on an {file.meta['gpu']} beside "
-            f"{', '.join(peers)}: TFLOP/s, and in brackets times the speed\n"
-            "of the best of them, by sequence length; "
-            f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} "
-            f"shapes ({source(file)}):",
-            table(("D", "mask", *map(str, seqlens)), 2, lines),
-            *pictures(file, "speed-forward-bfloat16"),
+            f"The same at all lengths, on an {file.meta['gpu']}: {OURS}'s TFLOP/s, and "
+            "in brackets how many times\nas fast it is as the fastest of the others; "
+            f"in the geometric mean {means} ({source(file)}):",
+            table(("pass", "D", "mask", *map(str, seqlens)), 3, lines),
         )
     )
 
@@ -188,9 +188,19 @@ def first_call(file: ResultFile) -> str:
 
 
 PARTS: dict[str, Callable[[ResultFile], str]] = {
-    "training": training, "training-forward": forward, "fp32": precise,
+    "training": training, "training-lengths": lengths, "fp32": precise,
     "fp64": precise, "small": small, "memory": memory, "first_call": first_call,
 }  # fmt: skip
+
+
+def part(name: str) -> str:
+    """Return a part of README.md; those that differ after a hyphen are of one file."""
+    return PARTS[name](source_of(name))
+
+
+def source_of(name: str) -> ResultFile:
+    """Return the file of which a part tells."""
+    return newest(name.partition("-")[0])
 
 
 # --- Rows -----------------------------------------------------------------------------

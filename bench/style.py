@@ -42,8 +42,8 @@ LOOKS: Mapping[str, Look] = {
     "math": Look("#555555", "x", (0, (4, 2))),
     "naive": Look("#999999", "+", (0, (1, 1.5))),
 }
-# Other kernels of this library, in its colour but thinner.
-FORCED = ((0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+# Other kernels of this library, in its colour but thinner: line and marker.
+FORCED = (((0, (5, 1.5)), "1"), ((0, (3, 1, 1, 1)), "2"), ((0, (1, 1)), "3"))
 UNKNOWN = ("#000000", "#6699CC", "#997700", "#994455")
 INK = "#333333"
 FAINT = "#8A8A8A"
@@ -58,8 +58,8 @@ def looks(impls: Sequence[str]) -> dict[str, Look]:
         if impl in LOOKS:
             found[impl] = LOOKS[impl]
         elif impl in forced:
-            line = FORCED[forced.index(impl) % len(FORCED)]
-            found[impl] = Look(OURS_COLOR, ".", line, 1.2, 4)
+            line, marker = FORCED[forced.index(impl) % len(FORCED)]
+            found[impl] = Look(OURS_COLOR, marker, line, 1.2, 4)
         else:
             color = UNKNOWN[unknown.index(impl) % len(UNKNOWN)]
             found[impl] = Look(color, "d", "--")

@@ -74,31 +74,32 @@ def test_the_table(tmp_path: Path) -> None:
     ]
 
 
-def test_the_forward_grid(tmp_path: Path) -> None:
+def test_the_grid_at_all_lengths(tmp_path: Path) -> None:
     """Beside the best peer of each shape; what has no peer is left out."""
     rows = [
+        row("cupy_flash", 1.0, direction="backward"),
+        row("cudnn", 4.0, direction="backward"),
         row("cupy_flash", 150.0), row("fa2", 301.2), row("fa4", 100.0),
+        row("cupy_flash:simt", 999.0),
         row("cupy_flash", 600.0, seqlen=512, batch=32),
         row("cudnn", 300.0, seqlen=512, batch=32),
         row("cupy_flash", 99.0, head_dim=128, causal=True),
         row("cudnn", None, head_dim=128, causal=True),
         row("cupy_flash", 10.0, head_dim=128, causal=True, seqlen=512, batch=32),
         row("cudnn", 8.0, head_dim=128, causal=True, seqlen=512, batch=32),
-        row("cudnn", 8.0, direction="backward"),
-        row("cupy_flash", 1.0, direction="backward"),
     ]  # fmt: skip
-    path = write(tmp_path, "2026-01-01T000000-x-training-forward.json")
+    path = write(tmp_path, "2026-01-01T000000-x-training.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": rows}))
-    write(tmp_path, "2026-02-01T000000-x-training.json")
-    text = speed.forward(speed.newest("training-forward", tmp_path))
+    text = speed.lengths(speed.newest("training", tmp_path))
     assert table_of(text) == [
-        "| D | mask | 512 | 4096 |",
-        "| --- | --- | ---: | ---: |",
-        "| 64 | full | 600 (2.00) | 150 (0.50) |",
-        "| 128 | causal | 10 (1.25) | – |",
+        "| pass | D | mask | 512 | 4096 |",
+        "| --- | --- | --- | ---: | ---: |",
+        "| forward | 64 | full | 600 (2.00) | 150 (0.50) |",
+        "| forward | 128 | causal | 10 (1.25) | – |",
+        "| backward | 64 | full | – | 1 (0.25) |",
     ]
-    assert "beside fa2, fa4, cudnn:" in text
-    assert "1.08 in the geometric mean of 3 shapes" in text and path.name in text
+    assert "1.08 forward (shapes: 3), 0.25 backward (shapes: 1)" in text
+    assert path.name in text
 
 
 def result(tmp_path: Path, workload: str, rows: list[dict[str, Any]]) -> Any:
