@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupy_flash import configs
+from cupy_flash.device import CuPyDevice
 from cupy_flash.spec import KernelSpec
 from tests.gpu import sanitize
 from tests.gpu.sanitize import GRID, TOOLS, Found, grid, kernels, understood
@@ -269,3 +271,22 @@ def test_a_call_that_is_refused_is_no_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert sanitize.run(GRID[-1], "mma") == 0 and tried == ["mma"]
     assert sanitize.run(GRID[-1], ("wgmma", "mma")) == 1
     assert tried == ["mma"] * 3
+
+
+def test_what_is_read_but_not_used_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def temporary(self: CuPyDevice, shape: tuple[int], dtype: np.dtype) -> np.ndarray:
+        return np.full(shape, 7, dtype)
+
+    def dense_copy(self: CuPyDevice, array: None, multiple: int = 1) -> np.ndarray:
+        return self.temporary((multiple,), np.dtype(np.uint8))
+
+    monkeypatch.setattr(CuPyDevice, "temporary", temporary)
+    monkeypatch.setattr(CuPyDevice, "dense_copy", dense_copy)
+    monkeypatch.setattr(CuPyDevice, "clear", lambda _, array: array.fill(0))
+    sanitize.clear_unused()
+    gpu = object.__new__(CuPyDevice)
+    assert not gpu.temporary((1,), np.dtype(np.uint64)).any()
+    assert not gpu.dense_copy(None, 4).any()
+    # Other workspace isn't: whoever reads of it what nobody wrote is to be found.
+    assert gpu.temporary((3,), np.dtype(np.float32)).all()
+    assert gpu.temporary((3,), np.dtype(np.uint8)).all()
