@@ -160,7 +160,7 @@ def run_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="measure what this result file of a workload has no time for yet, and "
-        "add it there",
+        "what --only names and couldn't be imported then, and add it there",
     )
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add("--no-plots", action="store_true", help="for machines without matplotlib")
@@ -228,7 +228,10 @@ def run(
             timer.release()  # what measuring the ceilings took
             files = {name: result_file(options, name, meta) for name in cases}
             if options.resume:
-                cases = {name: files[name].without_done(g) for name, g in cases.items()}
+                cases = {
+                    name: files[name].without_done(group, options.only)
+                    for name, group in cases.items()
+                }
             if options.prepare:
                 compile_ahead(options, cases)
             parts = {

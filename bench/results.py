@@ -92,6 +92,21 @@ def unfinished(row: Row) -> bool:
     return row["status"] == "skipped" or (row["workload"] == "first_call" and stopped)
 
 
+def absent(row: Row) -> bool:
+    """Whether a row says that the implementation wasn't there."""
+    missing = re.search("can't be imported|No module named", row["why"])
+    return row["status"] in ("unsupported", "failed") and missing is not None
+
+
+def is_done(row: Row, only: Sequence[str] = ()) -> bool:
+    """Whether nothing is left to measure for a row.
+
+    Who wasn't there is tried again where `only` names it.
+    """
+    named = row["impl"].partition(" ")[0] in only
+    return not (unfinished(row) or (named and absent(row)))
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What is to be measured: all that isn't done, of these implementations.
@@ -207,15 +222,17 @@ class ResultFile:
         }  # fmt: skip
         return file
 
-    def without_done(self, cases: Iterable[Case]) -> list[Case]:
-        """Return the cases that have no row yet, or one that is unfinished."""
+    def without_done(
+        self, cases: Iterable[Case], only: Sequence[str] = ()
+    ) -> list[Case]:
+        """Return the cases that have no row yet, or one that isn't done."""
         done = {case_of(row) for row in self.rows}
-        done -= {case_of(row) for row in self.rows if unfinished(row)}
+        done -= {case_of(row) for row in self.rows if not is_done(row, only)}
         return [case for case in cases if identity(case) not in done]
 
     def wanted(self, only: Sequence[str] = ()) -> Wanted:
         """Return what is left to measure of all or some implementations."""
-        done = {(case_of(r), r["impl"]) for r in self.rows if not unfinished(r)}
+        done = {(case_of(r), r["impl"]) for r in self.rows if is_done(r, only)}
         return Wanted(tuple(only), frozenset(done))
 
     def add(self, rows: Iterable[Row]) -> None:

@@ -185,6 +185,29 @@ def test_what_is_left_to_measure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "why", "left"),
+    [
+        ("failed", "ModuleNotFoundError: No module named 'fa4'", True),
+        ("unsupported", "fa4 can't be imported: it is broken", True),
+        ("unsupported", "float32 isn't supported", False),
+        ("failed", "out of memory", False),
+        ("ok", "", False),
+    ],
+)
+def test_who_was_not_there_is_tried_again_if_named(
+    tmp_path: Path, status: str, why: str, left: bool
+) -> None:
+    found = timed("fa4", 1.0) | {"status": status, "why": why}
+    file = cut_short(tmp_path, "memory", timed("cupy_flash", 1.0), found)
+    resumed = ResultFile.resume(file, "memory", META)
+    case = dataclasses.replace(CASE, workload="memory")
+    assert not resumed.wanted()(case, "fa4") and not resumed.without_done([case])
+    assert not resumed.wanted(["jax"])(case, "fa4")
+    assert resumed.wanted(["fa4"])(case, "fa4") == left
+    assert resumed.without_done([case], ["fa4"]) == [case] * left
+
+
+@pytest.mark.parametrize(
     ("workload", "impl", "allowed"),
     [
         ("first_call", "fa4 (cold)", True), ("first_call", "cupy_flash (warm)", False),
