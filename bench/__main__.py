@@ -235,11 +235,13 @@ def run(
             if options.prepare:
                 compile_ahead(options, cases)
             parts = {
-                name: len(group) or CASES_OF_MODULE for name, group in cases.items()
+                name: CASES_OF_MODULE if name in MODULES else len(group)
+                for name, group in cases.items()
             }
             for name, group in cases.items():
                 # What one workload leaves over is shared by those after it.
-                left = (end - time.monotonic()) * parts[name] / sum(parts.values())
+                share = parts[name] / max(1, sum(parts.values()))
+                left = (end - time.monotonic()) * share
                 deadline = time.monotonic() + left
                 del parts[name]
                 file = files[name]

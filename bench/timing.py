@@ -368,7 +368,6 @@ def alternate(
     }
     counts = dict.fromkeys(contestants, 1)
     most = dict.fromkeys(contestants, MAX_ROUNDS)
-    first: dict[str, float] = {}
     start = timer.now()
     # The round before the first one warms up and tells how many calls a round holds.
     for number in range(-1, MAX_ROUNDS):
@@ -381,11 +380,12 @@ def alternate(
             prepared, entry = contestants[name], times[name]
             if entry.error is not None or number >= most[name]:
                 continue
+            if number >= ROUNDS_FAR_BEHIND and far_behind(name, times):
+                continue
             tick(name)
             try:
                 ms = _round(timer, prepared, counts[name], flush, entry)
                 if number < 0:
-                    first[name] = ms
                     counts[name] = calls_per_round(ms, prepared.clock)
                     most[name] = rounds_of(counts[name] * ms, seconds)
                     continue
@@ -394,16 +394,13 @@ def alternate(
                     entry.host_us.append(timer.host_us(prepared, HOST_CALLS))
             except Exception as error:  # a peer may raise anything
                 entry.error = error
-        if number < 0:
-            for name in far_behind(first):
-                most[name] = min(most[name], ROUNDS_FAR_BEHIND)
     return times
 
 
-def far_behind(ms: Mapping[str, float]) -> list[str]:
-    """Return the contestants whose calls take much longer than the fastest's."""
-    limit = FAR_BEHIND * min(ms.values(), default=0.0)
-    return [name for name, time in ms.items() if time > limit]
+def far_behind(name: str, times: Mapping[str, Times]) -> bool:
+    """Whether even the best round of a contestant is much longer than the fastest's."""
+    best = {n: min(e.rounds.values()) for n, e in times.items() if e.rounds}
+    return name in best and best[name] > FAR_BEHIND * min(best.values())
 
 
 def order_of(names: Collection[str], number: int) -> list[str]:

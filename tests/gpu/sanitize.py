@@ -180,7 +180,7 @@ def clear_unused() -> None:
         return array
 
     def counter_cleared(self: CuPyDevice, shape: Sequence[int], dtype: np.dtype) -> Any:
-        counts = dtype == np.uint64
+        counts = (tuple(shape), dtype) == ((1,), np.uint64)
         return (cleared if counts else temporary)(self, shape, dtype)
 
     def padded(self: CuPyDevice, array: Any, multiple: int = 1) -> Any:

@@ -73,7 +73,7 @@ def executable(spec: KernelSpec, capability: int, sources: Path | None = None) -
     sources = source_root() if sources is None else sources
     text = source(spec)
     flags = (*_FLAGS, f"-DSIM_CAPABILITY={capability}")
-    key = _hash(repr(flags), text, _digest(HOST), _digest(sources))
+    key = _hash(repr((flags, _RUNTIME_FLAGS)), text, _digest(HOST), _digest(sources))
     path = cache() / key
     if not path.exists():
         header, objects = _common()

@@ -89,7 +89,14 @@ def test_who_is_far_behind_has_few_rounds() -> None:
     assert len(times["c"].rounds) == timing.ROUNDS_FAR_BEHIND
     assert len(times["a"].rounds) > timing.MIN_ROUNDS < len(times["b"].rounds)
     assert times["c"].ratio(times["a"]) == pytest.approx(factors["c"])
-    assert timing.far_behind({}) == []
+
+
+def test_one_slow_round_is_not_far_behind() -> None:
+    timer = FakeTimer()
+    slow_at_first = prepared("a", timer, lambda number: 60.0 if number < 3 else 6.0)
+    pair = {"a": slow_at_first, "b": prepared("b", timer, 6.0)}
+    times = alternate(pair, timer, seconds=2.0, deadline=99)
+    assert min(len(entry.rounds) for entry in times.values()) > timing.MIN_ROUNDS
 
 
 def test_rounds_end_before_the_deadline_but_one_is_run() -> None:

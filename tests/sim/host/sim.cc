@@ -76,6 +76,11 @@ void wait(const char* where) {
   me.where = "runs";
 }
 
+void hesitate() {
+  Block& b = block();
+  while (b.settings.order == Order::kRandom && b.random() % 2 == 0) switch_to_scheduler(false);
+}
+
 void resume(Thread& thread) {
   Block& b = block();
   b.current = &thread;

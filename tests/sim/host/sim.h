@@ -212,6 +212,9 @@ void thread_main();
 // Lets others run until somebody takes the wait away.
 void wait(const char* where);
 
+// Now and then lets others run first, where the order is random: before what other threads may see.
+void hesitate();
+
 // Goes on with a thread until it waits or has ended.
 void resume(Thread& thread);
 

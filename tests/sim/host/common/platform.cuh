@@ -112,6 +112,7 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 
 template <class T>
 T atomicAdd(T* to, T value) {
+  sim::hesitate();
   const T before = *to;
   *to += value;
   return before;
@@ -119,12 +120,14 @@ T atomicAdd(T* to, T value) {
 
 template <class T>
 T atomicCAS(T* to, T expected, T value) {
+  sim::hesitate();
   const T before = *to;
   if (before == expected) *to = value;
   return before;
 }
 
 inline unsigned atomicOr(unsigned* to, unsigned bits) {
+  sim::hesitate();
   const unsigned before = *to;
   *to |= bits;
   return before;
