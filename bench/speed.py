@@ -27,7 +27,7 @@ PEERS = {
 def newest(name: str, folder: Path = FOLDER) -> ResultFile:
     """Return the newest result file of a workload that was measured on a GPU.
 
-    `name` is the workload's, and with a hyphen what only a part of it is called.
+    Files whose name goes on after the workload's are of a part of it, and don't count.
 
     Raises
     ------
@@ -35,12 +35,9 @@ def newest(name: str, folder: Path = FOLDER) -> ResultFile:
         If there is none.
     """
     # Their names begin with the time.
-    workload = name.partition("-")[0]
     for path in sorted(folder.glob(f"*-{name}.json"), reverse=True):
         file = ResultFile.load(path)
-        if file.meta.get("workload") == workload and file.meta.get(
-            "compute_capability"
-        ):
+        if file.meta.get("workload") == name and file.meta.get("compute_capability"):
             return file
     raise ValueError(f"{folder} has no result of {name}")
 

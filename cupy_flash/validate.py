@@ -510,13 +510,13 @@ def gather(
         device, array = owner(name, array)
         if device is not common:
             if present:
-                raise _apart(next(iter(present)), common, name, device)
+                raise _not_together(next(iter(present)), common, name, device)
             common = device
         present[name] = array
     return common, present
 
 
-def _apart(
+def _not_together(
     first: str, common: Device | None, name: str, device: Device | None
 ) -> Exception:
     """Return the error of two arrays that don't lie on one device."""

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.packaging
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
 # The longest first: they run side by side.
 ON_THE_CPU = ("test_cpu.py", "test_reference.py", "test_validate.py")
+# What meets CuPy or its compiler; plans and the CPU path don't differ with its version.
 WITH_CUPY = (
     "test_compiler.py", "test_cli.py", "test_aot.py", "test_launch.py",
     "test_params.py", "test_device.py",

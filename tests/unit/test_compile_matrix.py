@@ -105,7 +105,7 @@ def wgmma_main_cases() -> list[Case]:
 
 
 def is_part_of_others(case: Case) -> bool:
-    """Whether a kernel of `mma` without options is too much like others.
+    """Whether a kernel of `mma` without options is so like others that one will do.
 
     It is a part of the same with all options, which has hardly more room. For the main
     GPU alone there are both, and `backward_dkdv` is `backward` without sums of dq.
@@ -123,7 +123,8 @@ def mma_main_cases() -> list[Case]:
     """Each row with its deepest tile, and once what is the same in every row.
 
     That is how elements are loaded, multiplied and stored: the other half, float32 in
-    one product, head sizes that fill no chunk.
+    one product, head sizes that fill no chunk. Once for each GPU: kernels that are parts
+    of others.
     """
     cases = []
     met = set()
@@ -143,14 +144,15 @@ def mma_main_cases() -> list[Case]:
                 row = spec.kernel, spec.dtype
                 once = True
             elif not spec.variant.mask and is_part_of_others(case):
-                continue
+                row = spec.kernel, capability
+                once = True
             elif capability == OLDEST:  # which multiplies with other instructions
                 row = *row, spec.dtype
             if row in met:
                 continue
             tiles = deepest.setdefault(row, [])
             if tiles and tiles[0].spec.tile != spec.tile:
-                if once:  # of the largest tile, which comes first
+                if once:  # of the tile that came first
                     continue
                 tiles.clear()
             tiles.append(case)
