@@ -123,8 +123,8 @@ def mma_main_cases() -> list[Case]:
     """Each row with its deepest tile, and once what is the same in every row.
 
     That is how elements are loaded, multiplied and stored: the other half, float32 in
-    one product, head sizes that fill no chunk. Once for each GPU: kernels that are parts
-    of others.
+    one product, head sizes that fill no chunk. Kernels that are parts of others come
+    once for each GPU.
     """
     cases = []
     met = set()
