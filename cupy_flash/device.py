@@ -271,8 +271,8 @@ class CuPyDevice:
         self, kernel: Any, grid: int, block: int, shared: int, *arguments: ctypes.Array
     ) -> None:
         """Enqueue a kernel on the current stream; it takes the arguments by value."""
-        # CuPy would take NumPy arrays too, but needs a microsecond for each of them to
-        # find out where it lies; a CPointer, which it doesn't document, says so.
+        # CuPy would take NumPy arrays too, but is slow to find out where they lie; a
+        # CPointer, which it doesn't document, says so.
         found = tuple(map(self._argument_at, map(ctypes.addressof, arguments)))
         kernel((grid,), (block,), found, shared)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import cupy_flash
+from cupy_flash.compiler import source_root
 from cupy_flash.device import DeviceInfo, hypothetical
 
 from ..cases import Array, Case, Inputs, compare, expect, expect_case, make
@@ -23,6 +26,19 @@ def gpu(name: str) -> DeviceInfo:
         info.name, info.compute_capability, MULTIPROCESSORS, info.shared_memory,
         (13, 0),
     )  # fmt: skip
+
+
+def changed_sources(folder: Path, file: str, *changes: tuple[str, str]) -> Path:
+    """Copy ``cuda_src`` into a folder and replace text that stands once in a file."""
+    sources = folder / "cuda_src"
+    shutil.copytree(source_root(), sources)
+    path = sources / file
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"{file} has changed: {old}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return sources
 
 
 def mirror(device: SimDevice, x: Array) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cupy_flash.compiler import source_root
-
 from .device import SimDevice, SimulationError
 from .probe import Array, Probe
-from .running import gpu, mirror
+from .running import changed_sources, gpu, mirror
 
 _THREADS, _EACH = 96, 3
 _TOTAL = _THREADS * _EACH
@@ -73,12 +70,7 @@ def test_each_tile_is_claimed_once(start: int) -> None:
     ],
 )  # fmt: skip
 def test_a_fault_is_found(tmp_path: Path, old: str, new: str) -> None:
-    sources = tmp_path / "cuda_src"
-    shutil.copytree(source_root(), sources)
-    path = sources / "wgmma" / "schedule.cuh"
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new), encoding="utf-8")
+    sources = changed_sources(tmp_path, "wgmma/schedule.cuh", (old, new))
     with pytest.raises((AssertionError, SimulationError)):
         for ways in _WAYS:
             np.testing.assert_array_equal(

@@ -3,7 +3,6 @@
 # ruff: noqa: E501 - lines of the sources
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.compiler import source_root
-
 from ..cases import Case, compare, expect_case, make
 from .build import compiler
 from .device import SimDevice, SimulationError
-from .running import gpu, run
+from .running import changed_sources, gpu, run
 
 # The last tile of keys has one key.
 _HALF = Case("faults", "bfloat16", batch=(1,), hq=1, hkv=1, sq=150, sk=129, d=32,
@@ -139,12 +136,7 @@ def headline(report: str) -> str:
 
 def found(fault: Fault, folder: Path) -> str:
     """Return what a fault was noticed by; empty if it wasn't."""
-    sources = folder / "cuda_src"
-    shutil.copytree(source_root(), sources)
-    file = sources / fault.file
-    text = file.read_text(encoding="utf-8")
-    assert text.count(fault.old) == 1, f"{fault.name}: {fault.file} has changed"
-    file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    sources = changed_sources(folder, fault.file, (fault.old, fault.new))
     inputs = make(fault.case)
     truths = expect_case(fault.case)
     for order in _ORDERS:

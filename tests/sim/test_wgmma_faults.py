@@ -3,7 +3,6 @@
 # ruff: noqa: E501 - lines of the sources
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_flash.compiler import source_root
 from cupy_flash.tiles import WgmmaTile
 
 from ..cases import (
@@ -27,7 +25,7 @@ from ..cases import (
 )
 from .build import compiler
 from .device import SimulationError
-from .running import run
+from .running import changed_sources, run
 from .test_faults import headline
 from .test_wgmma import (
     ALONE,
@@ -316,14 +314,8 @@ def check(results: dict[str, Array], fault: Fault) -> None:
 
 def found(fault: Fault, folder: Path) -> str:
     """Return what a fault was noticed by; empty if it wasn't."""
-    sources = folder / "cuda_src"
-    shutil.copytree(source_root(), sources)
-    file = sources / "wgmma" / fault.file
-    text = file.read_text(encoding="utf-8")
-    for old, new in ((fault.old, fault.new), *fault.more):
-        assert text.count(old) == 1, f"{fault.name}: {fault.file} has changed"
-        text = text.replace(old, new)
-    file.write_text(text, encoding="utf-8")
+    changes = ((fault.old, fault.new), *fault.more)
+    sources = changed_sources(folder, f"wgmma/{fault.file}", *changes)
     inputs = inputs_of(fault)
     for ways in _WAYS:
         simulated = device(**ways, sources=sources, seconds=30.0)
