@@ -23,7 +23,8 @@ from .tiles import (
 __all__ = [
     "FAMILIES", "MMA_BACKWARD", "MMA_BACKWARD_DBIAS", "MMA_BACKWARD_DQ", "MMA_DEPTHS",
     "MMA_FORWARD", "PASS_THREADS", "SIMT_BACKWARD", "SIMT_BACKWARD_DBIAS",
-    "SIMT_FORWARD", "WGMMA_DEPTHS", "WGMMA_FORWARD", "MmaRow", "MmaTile", "SimtRow",
+    "SIMT_FORWARD", "WGMMA_BACKWARD", "WGMMA_DEPTHS", "WGMMA_FORWARD", "MmaRow",
+    "MmaTile", "SimtRow",
     "SimtTile", "Tile", "WgmmaRow", "WgmmaTile",
     "head_dim_buckets", "ragged_head_dims", "wgmma_tiles",
 ]  # fmt: skip
@@ -267,6 +268,13 @@ WGMMA_FORWARD = (
     WgmmaRow(256, 256, consumers=2, columns=32, stages=3, banded=True),
     WgmmaRow(256, 256, consumers=2, columns=48, stages=2),
     WgmmaRow(256, 256, consumers=1, columns=64, stages=2),
+)
+
+
+# dq, dk and dv: rows are keys, columns queries.
+WGMMA_BACKWARD = (
+    WgmmaTile(consumers=2, columns=128, depth=64, depth_v=64),
+    WgmmaTile(consumers=2, columns=64, depth=128, depth_v=128),
 )
 
 

@@ -110,7 +110,13 @@ def _prepare(
     present = {*names, *problem.outputs, *[entry.name for entry in plan.workspace]}
     if "claims" in present:
         present.add("first_claim")
-    template = make_template(problem, present, plan.dbias_splits, plan.section)
+    template = make_template(
+        problem,
+        present,
+        dbias_splits=plan.dbias_splits,
+        section=plan.section,
+        dq_row_tiles=plan.dq_row_tiles,
+    )
     given = tuple([name for name in problem.outputs if name in infos])
     mapped = selector([entry.name for entry in plan.maps])
     return _Prepared(problem, plan, template, outputs, infos, spans, given, mapped)

@@ -15,7 +15,7 @@ from .problem import Operand, Problem
 POINTERS = (
     "q", "k", "v", "out", "lse", "alibi_slopes", "bias", "mask", "q_lengths",
     "k_lengths", "dout", "dlse", "dq", "dk", "dv", "dbias", "delta", "dbias_partial",
-    "dq_sums", "claims",
+    "dq_sums", "row_terms", "claims",
 )  # fmt: skip
 
 # What comes before all that a problem determines: addresses, and a number for a launch.
@@ -31,7 +31,7 @@ _STRIDES = (
 _SCALARS = (
     "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v", "left",
     "right", "top_left", "q_lengths_bytes", "k_lengths_bytes", "dbias_splits",
-    "section",
+    "section", "dq_row_tiles",
 )  # fmt: skip
 
 # Arrays that a kernel may load in pieces of 16 bytes.
@@ -116,7 +116,12 @@ def selector(
 
 
 def make_template(
-    problem: Problem, names: Collection[str], dbias_splits: int, section: int
+    problem: Problem,
+    names: Collection[str],
+    *,
+    dbias_splits: int,
+    section: int,
+    dq_row_tiles: int,
 ) -> Template:
     """Fill in everything that a problem determines.
 
@@ -145,6 +150,7 @@ def make_template(
         params[f"{name}_bytes"] = operand.dtype.itemsize if operand else 0
     params["dbias_splits"] = dbias_splits
     params["section"] = section
+    params["dq_row_tiles"] = dq_row_tiles
     params["scale"] = problem.scale
     params["softcap"] = problem.softcap
     return Template(

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from . import plan_mma, plan_wgmma
 from .device import DeviceInfo
-from .dtypes import accumulator
-from .plan_base import Builder, DoesNotFit, MapSpec, Step, Workspace
+from .plan_base import Builder, DoesNotFit, MapSpec, Step, Workspace, scales_first
 from .plan_mma import MmaBuilder
 from .plan_simt import SimtBuilder
 from .plan_wgmma import WgmmaBuilder
@@ -44,6 +41,8 @@ class Plan:
         Parts in which each tile of the bias gradient is summed.
     section : int
         Heads that `wgmma` computes side by side, so that they share the L2 cache.
+    dq_row_tiles : int
+        Tiles of 16 queries that a head has in workspace `dq_sums`.
     reasons : tuple of str
     """
 
@@ -57,6 +56,7 @@ class Plan:
     maps: tuple[MapSpec, ...]
     dbias_splits: int
     section: int
+    dq_row_tiles: int
     reasons: tuple[str, ...]
 
     def row_multiple(self, name: str) -> int:
@@ -116,6 +116,7 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         maps=builder.maps,
         dbias_splits=builder.dbias_splits,
         section=builder.section,
+        dq_row_tiles=builder.dq_row_tiles,
         reasons=(*reasons, *builder.reasons),
     )
 
@@ -211,7 +212,7 @@ def _variant(problem: Problem, family: str) -> Variant:
         alibi=problem.has("alibi_slopes"),
         bias=None if bias is None else bias.dtype,
         mask=problem.has("mask"),
-        scale_first=problem.scale < float(np.finfo(accumulator(problem.dtype)).tiny),
+        scale_first=scales_first(problem),
         tf32=problem.precision == "tf32" and family == "mma",
         ragged=family == "mma" and plan_mma.is_ragged(problem),
     )

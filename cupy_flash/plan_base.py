@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from .tiles import MmaTile, Tile, WgmmaTile
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
-_DELTA_LANES = 8  # for each row
+DELTA_LANES = 8  # for each row
 
 
 class DoesNotFit(ValueError):
@@ -72,6 +73,11 @@ class MapSpec:
     box: tuple[int, ...]
 
 
+def scales_first(problem: Problem) -> bool:
+    """Whether logits are scaled before the softmax's maximum is taken."""
+    return problem.scale < float(np.finfo(accumulator(problem.dtype)).tiny)
+
+
 def blocks(count: int, size: int) -> int:
     """Return how many blocks of a size hold that many rows."""
     return -(-count // size)
@@ -102,6 +108,7 @@ class Builder(ABC):
         self.maps: tuple[MapSpec, ...] = ()
         self.dbias_splits = 1
         self.section = 1
+        self.dq_row_tiles = 0
 
     def build(self) -> None:
         """Plan the call.
@@ -127,8 +134,13 @@ class Builder(ABC):
         """Plan what the kernels of all gradients start from."""
         p = self.problem
         self.add_workspace("delta", (p.batch, p.heads_q, p.seqlen_q))
-        rows = configs.PASS_THREADS // _DELTA_LANES
+        rows = configs.PASS_THREADS // DELTA_LANES
         self.add_pass("delta", None, blocks(p.batch * p.heads_q * p.seqlen_q, rows))
+
+    def add_convert_dq(self, tile: MmaTile, sums: tuple[int, ...]) -> None:
+        """Plan the pass that makes dq of its sums, one warp for 16 queries."""
+        grid = blocks(math.prod(sums[:3]), configs.PASS_THREADS // 32)
+        self.add_pass("convert_dq", tile, grid, "mma")
 
     def add_dbias(self, tile: Tile) -> None:
         """Plan the bias's gradient; the counts are those of common/bias_tile.cuh."""

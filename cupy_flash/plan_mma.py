@@ -68,6 +68,25 @@ def is_ragged(problem: Problem) -> bool:
     return any(d * size % _WIDTH for d in (problem.head_dim, problem.head_dim_v))
 
 
+def sums_of_dq(problem: Problem, row_multiple: int, depth: int) -> tuple[int, ...]:
+    """Return the shape of the workspace in which blocks add up dq.
+
+    It holds fragments of 16 queries by 8 channels, 4 sums for each lane of a warp.
+    """
+    rows = blocks(problem.seqlen_q, row_multiple) * row_multiple // _MMA_ROWS
+    return (problem.batch, problem.heads_q, rows, depth // _MMA_COLUMNS, 32, 4)
+
+
+def sums_take_too_much(
+    problem: Problem, sums: tuple[int, ...], dtype: np.dtype
+) -> bool:
+    """Whether the sums of dq are larger than out, lse, and dq in their dtype."""
+    p = problem
+    row = p.head_dim_v * p.dtype.itemsize + (p.head_dim + 1) * dtype.itemsize
+    limit = p.batch * p.heads_q * p.seqlen_q * row
+    return math.prod(sums) * dtype.itemsize > limit + _NEGLIGIBLE
+
+
 class MmaBuilder(Builder):
     """Collects the launches of a call of the family `mma`."""
 
@@ -104,19 +123,11 @@ class MmaBuilder(Builder):
         tile = self._tile("backward_dkdv", configs.MMA_BACKWARD)
         self.add_step("backward_dkdv", tile, self._key_blocks(tile.rows))
 
-    def _sums_of_dq(self, tile: MmaTile) -> tuple[int, ...]:
-        """Return the shape of the workspace in which blocks add up dq."""
-        p = self.problem
-        rows = blocks(p.seqlen_q, _MMA_ROWS)
-        return (p.batch, p.heads_q, rows, tile.depth // _MMA_COLUMNS, 32, 4)
-
     def _sums_take_too_much(self) -> bool:
-        """Whether the sums of dq are larger than out, lse, and dq in their dtype."""
-        p = self.problem
-        sums = self._sums_of_dq(self._find("backward", configs.MMA_BACKWARD))
-        row = p.head_dim_v * p.dtype.itemsize + (p.head_dim + 1) * self.sums.itemsize
-        limit = p.batch * p.heads_q * p.seqlen_q * row
-        return math.prod(sums) * self.sums.itemsize > limit + _NEGLIGIBLE
+        """Whether the sums of dq would take too much memory."""
+        tile = self._find("backward", configs.MMA_BACKWARD)
+        sums = sums_of_dq(self.problem, _MMA_ROWS, tile.depth)
+        return sums_take_too_much(self.problem, sums, self.sums)
 
     def _all_gradients(self) -> None:
         """Plan one kernel for dq, dk and dv, which computes the logits once."""
@@ -125,11 +136,11 @@ class MmaBuilder(Builder):
             "last bits of dq may differ between runs; deterministic=True avoids that"
         )
         tile = self._tile("backward", configs.MMA_BACKWARD)
-        sums = self._sums_of_dq(tile)
+        sums = sums_of_dq(self.problem, _MMA_ROWS, tile.depth)
+        self.dq_row_tiles = sums[2]
         self.add_step("backward", tile, self._key_blocks(tile.rows))
         self.add_workspace("dq_sums", sums, zero=True)
-        grid = blocks(math.prod(sums[:3]), configs.PASS_THREADS // 32)
-        self.add_pass("convert_dq", tile, grid, self.family)
+        self.add_convert_dq(tile, sums)
 
     def add_step(self, kernel: str, tile: Tile, grid: int) -> None:
         """Add the launch of a kernel, in which each block has one tile."""

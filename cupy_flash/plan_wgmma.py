@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from . import configs, plan_mma
 from .device import DeviceInfo
 from .params import Batch, merge_batch_axes
-from .plan_base import MAX_GRID, Builder, DoesNotFit, MapSpec, blocks
+from .plan_base import (
+    DELTA_LANES,
+    MAX_GRID,
+    Builder,
+    DoesNotFit,
+    MapSpec,
+    Step,
+    blocks,
+    scales_first,
+)
 from .problem import Operand, Problem
-from .tiles import WgmmaTile
+from .tiles import MmaTile, WgmmaTile
+from .variant import Variant
 
-LOADED_WIDE = ("q", "k", "v")
-# The order of wgmma/storage.cuh.
-MAPPED = ("q", "k", "v", "out")
+_LOADED_WIDE = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "dout")}
+_STORED = {"forward": ("out",), "backward": ("dk", "dv")}
 
 _CAPABILITY = 90
 _NVRTC = (12, 9)  # the oldest that the kernels are compiled with in tests
 _WIDTH = 16
+_MMA_ROWS = 16
+_GROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _MAX_STRIDE = 2**40
 _MAX_BATCH_AXES = 2  # a tensor map has five axes
@@ -38,12 +52,15 @@ def refusal(problem: Problem, device: DeviceInfo) -> str:
         return f"wgmma needs NVRTC {needed} or later, and this is {found}"
     if problem.dtype.itemsize != 2:
         return f"wgmma has no products of {problem.dtype}"
-    if problem.direction != "forward":
-        return "wgmma has no backward pass yet"
     for name in ("bias", "mask"):
         if problem.has(name):
             return f"wgmma reads no {name} array yet"
     limit = configs.WGMMA_DEPTHS[-1]
+    if problem.direction == "backward":
+        refused = _backward_refusal(problem)
+        if refused:
+            return refused
+        limit = configs.WGMMA_BACKWARD[-1].depth
     if max(problem.head_dim, problem.head_dim_v) > limit:
         return f"wgmma has tiles for head sizes of up to {limit}"
     if problem.seqlen_k == 0:
@@ -54,12 +71,26 @@ def refusal(problem: Problem, device: DeviceInfo) -> str:
             "more than a tensor map has room for"
         )
     # Stores of a row that ends inside 16 bytes would overwrite what follows.
-    row = problem.head_dim_v * problem.dtype.itemsize
-    if needs_copy(problem.operand("out")) or row % _WIDTH:
-        return (
-            "out can't be written by tensor maps: its channels must lie side by side "
-            "and its rows start and end at multiples of 16 bytes"
-        )
+    for name in _STORED[problem.direction]:
+        operand = problem.operand(name)
+        row = operand.shape[-1] * problem.dtype.itemsize
+        if needs_copy(operand) or row % _WIDTH:
+            return (
+                f"{name} can't be written by tensor maps: its channels must lie side "
+                "by side and its rows start and end at multiples of 16 bytes"
+            )
+    return ""
+
+
+def _backward_refusal(problem: Problem) -> str:
+    """Return why the family has no gradients for a problem; empty if it may."""
+    if problem.deterministic:
+        return "wgmma adds to dq by atomics, which isn't deterministic"
+    for name in ("softcap", "alibi_slopes"):
+        if problem.has(name) if name != "softcap" else problem.softcap > 0:
+            return f"wgmma's gradients have no {name} yet"
+    if scales_first(problem):
+        return "wgmma's gradients need a positive scale"
     return ""
 
 
@@ -113,16 +144,82 @@ class WgmmaBuilder(Builder):
         self.add_step("forward", tile, min(tiles, self.device.multiprocessors))
         if tiles > self.device.multiprocessors:
             self.add_workspace("claims", (1,), dtype=np.dtype(np.uint64))
-        batch = merge_batch_axes(p)
-        rows = (tile.rows, tile.columns, tile.columns, tile.rows)
-        self.maps = tuple(
-            tensor_map(p.operand(name), batch, n)
-            for name, n in zip(MAPPED, rows, strict=True)
-        )
+        # The order of wgmma/storage.cuh.
+        self._add_maps(q=tile.rows, k=tile.columns, v=tile.columns, out=tile.rows)
 
     def backward(self) -> None:
-        """Refuse."""
-        raise DoesNotFit("wgmma has no backward pass yet")
+        """Plan the backward pass."""
+        p = self.problem
+        tile = self._backward_tile()
+        sums = plan_mma.sums_of_dq(p, tile.columns, tile.depth)
+        if plan_mma.sums_take_too_much(p, sums, self.sums):
+            raise DoesNotFit("the sums of dq would take more memory than other arrays")
+        heads = p.batch * p.heads_kv
+        grid = heads * blocks(p.seqlen_k, tile.rows)
+        if grid > MAX_GRID:
+            raise DoesNotFit(f"backward: {grid} blocks are more than a launch can have")
+        self.reasons.append(
+            "one kernel for dq, dk and dv: its blocks add to dq by atomics, so the "
+            "last bits of dq may differ between runs; deterministic=True avoids that"
+        )
+        self.reasons.append(f"backward: tile {tile.name}")
+        self.section = self._backward_section(heads, tile)
+        self.dq_row_tiles = sums[2]
+        self.add_workspace("dq_sums", sums)
+        padded = math.prod(sums[:3]) * _MMA_ROWS
+        shape = (*sums[:2], sums[2] * _MMA_ROWS // tile.columns, 2, tile.columns)
+        self.add_workspace("row_terms", shape)
+        self._add_terms(tile, blocks(padded, configs.PASS_THREADS // DELTA_LANES))
+        self.add_step("backward", tile, grid)
+        self.add_convert_dq(
+            MmaTile(_MMA_ROWS, _MMA_ROWS, tile.depth, tile.depth, warps=1), sums
+        )
+        # The order of wgmma/backward_storage.cuh. A consumer stores its own 64 keys.
+        self._add_maps(
+            q=tile.columns,
+            k=tile.rows,
+            v=tile.rows,
+            dout=tile.columns,
+            dk=_GROUP_ROWS,
+            dv=_GROUP_ROWS,
+        )
+
+    def _add_terms(self, tile: WgmmaTile, grid: int) -> None:
+        spec = replace(
+            self.spec("backward_terms", tile),
+            variant=Variant(),
+            threads=configs.PASS_THREADS,
+        )
+        if grid > 0:
+            self.steps.append(Step(spec, min(grid, MAX_GRID)))
+
+    def _add_maps(self, **rows: int) -> None:
+        """Add a tensor map for each array, with boxes of so many rows."""
+        batch = merge_batch_axes(self.problem)
+        self.maps = tuple(
+            tensor_map(self.problem.operand(name), batch, n) for name, n in rows.items()
+        )
+
+    def _backward_tile(self) -> WgmmaTile:
+        """Return the tile that the table gives, or the one asked for."""
+        p = self.problem
+        if isinstance(self.forced, WgmmaTile):
+            self.check_forced("backward", self.forced, self.forced.backward_fault)
+            return self.forced
+        return next(
+            tile
+            for tile in configs.WGMMA_BACKWARD
+            if tile.depth >= p.head_dim and tile.depth_v >= p.head_dim_v
+        )
+
+    def _backward_section(self, heads: int, tile: WgmmaTile) -> int:
+        """Return how many kv heads share the L2 cache, if the order matters."""
+        p = self.problem
+        if p.right is None:
+            return 1
+        row = (p.head_dim + p.head_dim_v) * p.dtype.itemsize + tile.depth * 4
+        head = p.group * p.seqlen_q * row
+        return max(1, min(heads, max(_LEAST_SECTION // p.group, _SECTION // head)))
 
     def _section(self, heads: int) -> int:
         """Return how many heads share the L2 cache, if the order of tiles matters."""
@@ -182,7 +279,8 @@ class WgmmaBuilder(Builder):
 
 def copied(problem: Problem) -> tuple[str, ...]:
     """Name the inputs that are copied because no tensor map describes them."""
-    return tuple(n for n in LOADED_WIDE if needs_copy(problem.operand(n)))
+    names = _LOADED_WIDE[problem.direction]
+    return tuple(n for n in names if needs_copy(problem.operand(n)))
 
 
 def row_multiple(problem: Problem) -> int:

@@ -39,13 +39,18 @@ _KERNELS = {
         "mma::BackwardDbiasStorage<Traits>",
     ),
     ("wgmma", "forward"): ("wgmma/forward.cuh", "wgmma::ForwardStorage<Traits>"),
+    ("wgmma", "backward"): ("wgmma/backward.cuh", "wgmma::BackwardStorage<Traits>"),
+    ("wgmma", "backward_terms"): ("wgmma/backward_terms.cuh", None),
     ("passes", "delta"): ("passes/delta.cuh", None),
     ("mma", "convert_dq"): ("mma/convert_dq.cuh", "mma::ConvertDqStorage<Traits>"),
     ("passes", "reduce_dbias"): ("passes/reduce_dbias.cuh", None),
 }
 
-# Families whose kernels have a second argument: its type.
-_MAPS = {"wgmma": "wgmma::ForwardMaps"}
+# Kernels that have a second argument: its type.
+_MAPS = {
+    ("wgmma", "forward"): "wgmma::ForwardMaps",
+    ("wgmma", "backward"): "wgmma::BackwardMaps",
+}
 # Families for one architecture, whose code runs on no other.
 _ARCHITECTURE_SPECIFIC = ("wgmma",)
 
@@ -130,8 +135,8 @@ class KernelSpec:
             )
         parameters = [f"const CUPY_FLASH_GRID_CONSTANT {params} params"]
         arguments = ["params"]
-        if self.family in _MAPS:
-            maps = _MAPS[self.family]
+        maps = _MAPS.get((self.family, self.kernel))
+        if maps is not None:
             parameters.append(f"const CUPY_FLASH_GRID_CONSTANT {maps} maps")
             arguments.append("maps")
         lines += [

@@ -225,9 +225,10 @@ class WgmmaTile:
     Attributes
     ----------
     consumers : int
-        Warpgroups that compute, each 64 queries; one more loads.
+        Warpgroups that compute, each 64 queries, or keys for the gradients; one more
+        loads.
     columns : int
-        Keys that are taken at a time.
+        Keys, or queries for the gradients, that are taken at a time.
     depth, depth_v : int
         Channels of q and k, and of v, that the tile has room for; those that a head
         doesn't have are zeros.
@@ -254,7 +255,7 @@ class WgmmaTile:
 
     @property
     def rows(self) -> int:
-        """Queries that a block owns at a time."""
+        """Queries, or keys for the gradients, that a block owns at a time."""
         return _GROUP_ROWS * self.consumers
 
     @property
@@ -287,7 +288,24 @@ class WgmmaTile:
 
     def shared_memory(self, kernel: str, dtype: np.dtype, variant: Variant) -> int:
         """Return the bytes of shared memory of a kernel; the compiler checks them."""
+        if kernel == "backward":
+            return self._backward_bytes()
         return self._bytes(*self._layout())
+
+    def _backward_bytes(self) -> int:
+        own, other = (
+            sum(_panel_bytes(rows, d) for d in (self.depth, self.depth_v))
+            for rows in (self.rows, self.columns)
+        )
+        ds = 2 * _panel_bytes(self.columns, self.rows)
+        terms = self.stages * 2 * self.columns * 4
+        return (
+            own
+            + self.stages * other
+            + ds
+            + _round_up(terms, _PANEL_ALIGNMENT)
+            + _PANEL_ALIGNMENT  # barriers, and what is to be done
+        )
 
     def _layout(self) -> tuple[int, bool]:
         """Return how many tiles' queries there is room for, and if also for output."""
@@ -308,6 +326,23 @@ class WgmmaTile:
             + self.stages * (keys + values)
             + _PANEL_ALIGNMENT  # barriers, and what is to be done next
         )
+
+    @property
+    def backward_fault(self) -> str:
+        """Why no kernel of the gradients can have the tile; empty if one can."""
+        if self.consumers != 2 or self.ping_pong:
+            return "the gradients have 2 consumers, without ping-pong"
+        halves = self.depth // 2
+        if self.columns == _GROUP_ROWS:
+            if halves % _PANEL_COLUMNS:
+                return "64 columns need a depth that is a multiple of 128"
+        elif self.columns != self.rows:
+            return "columns must be 64, or 128 as the rows"
+        dq = self.depth if self.columns == self.rows else halves
+        sums = (self.depth + self.depth_v + 2 * self.columns + dq) // 2
+        if sums > 224:
+            return f"sums take {sums} registers of a thread, and it has 240"
+        return ""
 
     def fault(self, dtype: np.dtype) -> str:
         """Return why no kernel can have the tile; empty if one can."""

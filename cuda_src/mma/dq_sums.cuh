@@ -20,9 +20,9 @@ struct DqSums {
   Acc* head;
 
   CUPY_FLASH_DEVICE DqSums(const Params<Traits::kBatchAxes>& params, i64 batch, int head_index)
-      : head(static_cast<Acc*>(params.dq_sums) + (batch * params.heads_q + head_index) *
-                                                     ceil_div(int(params.seqlen_q), 16) * kTiles *
-                                                     kFragmentSize) {}
+      : head(static_cast<Acc*>(params.dq_sums) +
+             (batch * params.heads_q + head_index) * params.dq_row_tiles * kTiles * kFragmentSize) {
+  }
 
   CUPY_FLASH_DEVICE Acc* fragment(int row_tile, int tile) const {
     return head + (i64(row_tile) * kTiles + tile) * kFragmentSize;

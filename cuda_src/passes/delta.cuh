@@ -46,46 +46,59 @@ CUPY_FLASH_DEVICE bool has_whole_packs(const Matrix<const Element>& matrix, int 
   return matrix.column_stride == 1 && bytes % 16 == 0;
 }
 
-template <class Traits>
-CUPY_FLASH_DEVICE void delta(const Params<Traits::kBatchAxes>& params) {
-  using Element = typename Traits::Element;
+// delta of one row, which kLanes lanes compute together, each a part; and lse, -inf if the row is
+// past the end. All lanes of the warp take part, with rows of their own.
+template <class Element>
+struct RowDelta {
   using Acc = Accumulator<Element>;
-  constexpr int kLanes = 8;  // for a row
-  constexpr int kRows = Traits::kThreads / kLanes;
-  const int lane = threadIdx.x % kLanes;
-  const int columns = int(params.head_dim_v);
-  const i64 rows = batch_size(params) * params.heads_q * params.seqlen_q;
-  Acc* const delta = static_cast<Acc*>(params.delta);
+  static constexpr int kLanes = 8;
+  Acc lse;
+  Acc delta;
 
-  // All lanes of a warp make the same number of rounds, for the sums over lanes.
-  for (i64 first = i64(blockIdx.x) * kRows; first < rows; first += i64(gridDim.x) * kRows) {
-    const i64 row = first + threadIdx.x / kLanes;
-    const int i = int(row % params.seqlen_q);
-    const i64 rest = row / params.seqlen_q;
-    const int head = int(rest % params.heads_q);
-    const BatchIndex<Traits::kBatchAxes> batch(params, rest / params.heads_q);
-    bool counts = row < rows && i < Seqlen(params, batch).q;
-    if (counts) {
-      // Nothing comes from a row that sees no key, whatever dO and dlse are there.
-      const auto lse = head_vector<const Acc>(params.lse, params.lse_strides, batch, head);
-      counts = lse.data[i * lse.stride] != -Constants<Acc>::infinity();
+  template <int kBatchAxes>
+  CUPY_FLASH_DEVICE RowDelta(const Params<kBatchAxes>& params, const BatchIndex<kBatchAxes>& batch,
+                             int head, int i, bool exists)
+      : lse(-Constants<Acc>::infinity()), delta(0) {
+    const int columns = int(params.head_dim_v);
+    if (exists && i < Seqlen(params, batch).q) {
+      const auto all = head_vector<const Acc>(params.lse, params.lse_strides, batch, head);
+      lse = all.data[i * all.stride];
     }
-    Acc sum = Acc(0);
+    // Nothing comes from a row that sees no key, whatever dO and dlse are there.
+    const bool counts = lse != -Constants<Acc>::infinity();
     if (counts) {
       const auto out = head_matrix<const Element>(params.out, params.out_strides, batch, head);
       const auto dout = head_matrix<const Element>(params.dout, params.dout_strides, batch, head);
       const bool whole_packs = has_whole_packs(out, columns) && has_whole_packs(dout, columns);
-      sum = partial_delta<Element, kLanes>(out, dout, i, lane, columns, whole_packs);
+      delta =
+          partial_delta<Element, kLanes>(out, dout, i, threadIdx.x % kLanes, columns, whole_packs);
     }
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+      delta += __shfl_xor_sync(kAllLanes, delta, lanes);
     }
     if (counts && params.dlse != nullptr) {
       const auto dlse = head_vector<const Acc>(params.dlse, params.dlse_strides, batch, head);
-      sum -= dlse.data[i * dlse.stride];
+      delta -= dlse.data[i * dlse.stride];
     }
-    if (lane == 0 && row < rows) delta[row] = sum;
+  }
+};
+
+template <class Traits>
+CUPY_FLASH_DEVICE void delta(const Params<Traits::kBatchAxes>& params) {
+  using Row = RowDelta<typename Traits::Element>;
+  constexpr int kRows = Traits::kThreads / Row::kLanes;
+  const i64 rows = batch_size(params) * params.heads_q * params.seqlen_q;
+  auto* const delta = static_cast<typename Row::Acc*>(params.delta);
+
+  // All lanes of a warp make the same number of rounds, for the sums over lanes.
+  for (i64 first = i64(blockIdx.x) * kRows; first < rows; first += i64(gridDim.x) * kRows) {
+    const i64 row = first + threadIdx.x / Row::kLanes;
+    const int i = int(row % params.seqlen_q);
+    const i64 rest = row / params.seqlen_q;
+    const BatchIndex<Traits::kBatchAxes> batch(params, rest / params.heads_q);
+    const Row found(params, batch, int(rest % params.heads_q), i, row < rows);
+    if (threadIdx.x % Row::kLanes == 0 && row < rows) delta[row] = found.delta;
   }
 }
 

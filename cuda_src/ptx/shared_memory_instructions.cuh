@@ -28,6 +28,16 @@ CUPY_FLASH_DEVICE void ldmatrix_transposed(u32 (&matrix)[4], u32 row) {
                : "memory");
 }
 
+// Writes four 8 x 8 matrices of 16-bit elements transposed; lanes 8i to 8i + 7 give the shared
+// addresses of the rows that matrix i is written to, 16 bytes each. Lane 4g + t gives rows 2t and
+// 2t + 1 of column g of each. Compute capability 9.0 and later.
+CUPY_FLASH_DEVICE void stmatrix_transposed(u32 row, const u32 (&matrix)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(row), "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+               : "memory");
+}
+
 // --- Compute capability 8.0 and later -----------------------------------------------------------
 
 // Begins to copy the first `bytes` of kBytes = 4, 8 or 16, and zeros after them; both addresses

@@ -70,6 +70,15 @@ CUPY_FLASH_DEVICE void tma_store(const TensorMap& map, const void* from, int c0,
       : "memory");
 }
 
+// Copies bytes that lie side by side; addresses and `bytes` are multiples of 16.
+CUPY_FLASH_DEVICE void bulk_load(void* to, const void* from, int bytes, Mbarrier& full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :
+      : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&full))
+      : "memory");
+}
+
 // Adds floats in shared memory to floats in global memory, each atomically. Addresses and `bytes`
 // are multiples of 16; groups and fences as for tma_store.
 CUPY_FLASH_DEVICE void bulk_reduce_add(float* to, const void* from, int bytes) {

@@ -36,21 +36,6 @@ struct Turns<kConsumers, false> {
   CUPY_FLASH_DEVICE void pass_on() const {}
 };
 
-// Turns the rows of V outside `keys` into zeros.
-template <class Traits, class TileV>
-CUPY_FLASH_DEVICE void clear_unseen(TileV& v, int key0, const Range& keys, int group) {
-  constexpr int kPerRow = TileV::kCount * kPanelColumns / 8;
-#pragma unroll 1
-  for (int i = threadIdx.x % kWarpgroup; i < TileV::kRows * kPerRow; i += kWarpgroup) {
-    const int row = i / kPerRow;
-    if (!mma::contains(keys, key0 + row)) {
-      write_pack<typename Traits::Element, 8>(v.pack_at(row, i % kPerRow * 8), {});
-    }
-  }
-  ptx::async_proxy_fence();
-  group_barrier(group);
-}
-
 // Turns the products of a tile of keys into logits, or hides those that aren't seen if the scale
 // can wait.
 template <class Traits>
@@ -177,7 +162,9 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
       // Weights are zeros for keys that no row of the block sees, but 0 * NaN isn't.
       if (!mma::contains(whole, tile)) {
         shared.v_pipeline.wait(slot);
-        clear_unseen<Traits>(shared.v[slot.stage], tile * Traits::kColumns, work->keys, group);
+        clear_rows<kWarpgroup>(shared.v[slot.stage], tile * Traits::kColumns, work->keys);
+        ptx::async_proxy_fence();
+        group_barrier(group);
       }
       v_slot = slot;
       slot.advance();

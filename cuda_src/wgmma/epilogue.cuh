@@ -34,16 +34,15 @@ CUPY_FLASH_DEVICE void close_rows(const Params<Traits::kBatchAxes>& params,
   }
 }
 
-// Writes 64 rows to shared memory.
-template <class Traits, class TileO, int kO>
-CUPY_FLASH_DEVICE void write_output(TileO& out, int group, int warp_row, const Sums<kO>& o,
-                                    const float (&factor)[2]) {
-  using Element = typename Traits::Element;
+// Writes sums as elements, the two rows that a lane has a part of each multiplied by its factor;
+// less than 0: the row becomes 0. A warp's 16 rows begin at `warp_row`.
+template <class Element, class TileO, int kO>
+CUPY_FLASH_DEVICE void write_sums(TileO& out, int warp_row, const Sums<kO>& o,
+                                  const float (&factor)[2]) {
   mma::Lane lane;
   // Or addresses would be kept in registers all the time.
   lane.g = ptx::opaque(lane.g);
   lane.t = ptx::opaque(lane.t);
-  if constexpr (!Traits::kOutputApart) group_barrier(group);  // the queries have been read
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool empty = factor[half] < 0;
@@ -56,6 +55,14 @@ CUPY_FLASH_DEVICE void write_output(TileO& out, int group, int warp_row, const S
     }
   }
   ptx::async_proxy_fence();
+}
+
+// Writes 64 rows of output to shared memory.
+template <class Traits, class TileO, int kO>
+CUPY_FLASH_DEVICE void write_output(TileO& out, int group, int warp_row, const Sums<kO>& o,
+                                    const float (&factor)[2]) {
+  if constexpr (!Traits::kOutputApart) group_barrier(group);  // the queries have been read
+  write_sums<typename Traits::Element>(out, warp_row, o, factor);
 }
 
 // The thread that copies output to global memory, so that those who compute it needn't wait.

@@ -1,7 +1,8 @@
 // Tiles in shared memory, as tensor maps write them and wgmma reads them.
 #pragma once
 
-#include "common/platform.cuh"
+#include "common/pack.cuh"
+#include "mma/masking.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cupy_flash {
@@ -55,6 +56,21 @@ struct alignas(kAtom) Panels {
     return row * kPanelColumns * int(sizeof(Element)) / kUnit;
   }
 };
+
+// Makes zeros of the rows outside `kept`, which counts from `row0`. So many threads do it; others
+// see it once each has done async_proxy_fence and they have met.
+template <int kThreads, class Element, int kRows, int kColumns>
+CUPY_FLASH_DEVICE void clear_rows(Panels<Element, kRows, kColumns>& tile, int row0,
+                                  const Range& kept) {
+  constexpr int kPerRow = Panels<Element, kRows, kColumns>::kCount * kPanelColumns / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x % kThreads; i < kRows * kPerRow; i += kThreads) {
+    const int row = i / kPerRow;
+    if (!mma::contains(kept, row0 + row)) {
+      write_pack<Element, 8>(tile.pack_at(row, i % kPerRow * 8), {});
+    }
+  }
+}
 
 }  // namespace wgmma
 }  // namespace cupy_flash

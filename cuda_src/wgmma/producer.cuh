@@ -38,17 +38,17 @@ CUPY_FLASH_DEVICE void load_panels(Tile& tile, const ptx::TensorMap& map, ptx::M
   }
 }
 
-// Begins to store a tile as rows from `row0` on.
+// Begins to store a tile, or its rows from `row` on, as rows from `row0` on.
 template <class Tile, int kBatchAxes>
 CUPY_FLASH_DEVICE void store_panels(const ptx::TensorMap& map, Tile& tile,
-                                    const HeadPosition<kBatchAxes>& at, int row0) {
+                                    const HeadPosition<kBatchAxes>& at, int row0, int row = 0) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kCount; ++panel) {
     const int channel = panel * kPanelColumns;
     if constexpr (kBatchAxes == 1) {
-      ptx::tma_store(map, tile.data[panel], channel, row0, at.head, at.batch[0]);
+      ptx::tma_store(map, tile.data[panel][row], channel, row0, at.head, at.batch[0]);
     } else {
-      ptx::tma_store(map, tile.data[panel], channel, row0, at.head, at.batch[1], at.batch[0]);
+      ptx::tma_store(map, tile.data[panel][row], channel, row0, at.head, at.batch[1], at.batch[0]);
     }
   }
 }

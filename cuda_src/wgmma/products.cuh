@@ -1,4 +1,4 @@
-// The two products of attention, as groups of wgmma that run while the warps go on.
+// The products of attention, as groups of wgmma that run while the warps go on.
 #pragma once
 
 #include "mma/atom.cuh"
@@ -35,15 +35,16 @@ CUPY_FLASH_DEVICE void clear_sums(Sums<kN>& sums) {
   }
 }
 
-// Begins S = Q Kᵀ, for 64 rows of Q from `row` on.
-template <class Element, int kDepth, int kN, class TileQ, class TileK>
+// Begins S = Q Kᵀ, for 64 rows of Q from `row` on; kAccumulate: adds to what `s` holds.
+template <class Element, int kDepth, int kN, bool kAccumulate = false, class TileQ, class TileK>
 CUPY_FLASH_DEVICE void begin_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
   const u64 left = q.along_depth(row);
   const u64 right = k.along_depth(0);
 #pragma unroll
   for (int channel = 0; channel < kDepth; channel += 16) {
     ptx::wgmma_ss<Element, 8 * kN, false>(flat<kN>(s), left + TileQ::channel_step(channel),
-                                          right + TileK::channel_step(channel), channel != 0);
+                                          right + TileK::channel_step(channel),
+                                          kAccumulate || channel != 0);
   }
   ptx::wgmma_commit();
 }
@@ -77,6 +78,32 @@ CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], 
     ptx::wgmma_rs<Element, 8 * kO, true>(flat<kO>(o), p[t], right + TileV::row_step(16 * t), true);
   }
   ptx::wgmma_commit();
+}
+
+// Begins dQ = dS K, for 64 rows of dS from `row` on and 8 kN channels of K from `channel` on, a
+// multiple of 64 unless there are no more than those of one panel.
+template <class Element, int kN, class TileS, class TileK>
+CUPY_FLASH_DEVICE void begin_dq(Sums<kN>& dq, TileS& ds, int row, TileK& k, int channel) {
+  const u64 left = ds.along_depth(row);
+  const u64 right = k.across_depth() + TileK::channel_step(channel);
+#pragma unroll
+  for (int key = 0; key < TileK::kRows; key += 16) {
+    ptx::wgmma_ss<Element, 8 * kN, true>(flat<kN>(dq), left + TileS::channel_step(key),
+                                         right + TileK::row_step(key), key != 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Writes weights whose rows are keys, from `row` on for this warp, into a tile whose rows are
+// queries.
+template <int kN, class TileS>
+CUPY_FLASH_DEVICE void write_transposed(TileS& tile, const Weights<kN>& weights, int row) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int t = 0; t < kN / 2; ++t) {
+    ptx::stmatrix_transposed(
+        tile.address(16 * t + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8), weights[t]);
+  }
 }
 
 // The two rows that a lane has a part of, each by its factor.

@@ -1,0 +1,42 @@
+// dV = Pᵀ dO, dK = scale * dSᵀ Q and, in the same pass, the sums of dQ = scale * dS K on Hopper: a
+// block owns kRows keys of one kv head and walks over the queries of all heads that read them. One
+// thread of its first warpgroup loads; the other warpgroups compute.
+#pragma once
+
+#include "ptx/registers.cuh"
+#include "wgmma/backward_consumer.cuh"
+#include "wgmma/backward_producer.cuh"
+#include "wgmma/backward_storage.cuh"
+
+namespace cupy_flash {
+namespace wgmma {
+
+template <class Traits>
+CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
+                                const BackwardMaps& maps) {
+  static_assert(Traits::kRows == Traits::kConsumers * kGroupRows, "64 keys a warpgroup");
+  static_assert(Traits::kThreads == (Traits::kConsumers + 1) * kWarpgroup, "and one that loads");
+  auto& shared = shared_storage<BackwardStorage<Traits>>();
+  const int group = uniform(int(threadIdx.x) / kWarpgroup);
+
+  if (threadIdx.x == 0) {
+    shared.init();
+    shared.block.describe(params);
+    ptx::prefetch(maps.q);
+    ptx::prefetch(maps.k);
+    ptx::prefetch(maps.v);
+    ptx::prefetch(maps.dout);
+  }
+  __syncthreads();
+
+  if (group == 0) {
+    ptx::registers_decrease<24>();
+    if (threadIdx.x == 0) load_backward<Traits>(params, maps, shared);
+  } else {
+    ptx::registers_increase<240>();
+    differentiate<Traits>(params, maps, shared, group - 1);
+  }
+}
+
+}  // namespace wgmma
+}  // namespace cupy_flash

@@ -1,0 +1,165 @@
+// What a block of the backward pass owns, walks over and keeps in shared memory.
+#pragma once
+
+#include "mma/masking.cuh"
+#include "ptx/tensor_map.cuh"
+#include "wgmma/panels.cuh"
+#include "wgmma/pipeline.cuh"
+
+namespace cupy_flash {
+namespace wgmma {
+
+// Mirrored by cupy_flash/plan_wgmma.py. The axes of a map are those of ForwardMaps.
+struct BackwardMaps {
+  ptx::TensorMap q;
+  ptx::TensorMap k;
+  ptx::TensorMap v;
+  ptx::TensorMap dout;
+  ptx::TensorMap dk;
+  ptx::TensorMap dv;
+};
+
+// Tiles of queries of a head in the workspaces that are padded to whole tiles.
+template <class Traits>
+CUPY_FLASH_DEVICE int query_tiles(const Params<Traits::kBatchAxes>& params) {
+  return ceil_div(int(params.seqlen_q), Traits::kColumns);
+}
+
+// Keys of one kv head, and the tiles of queries that may see them, which are the same in each of
+// the heads that read it. Made in shared memory, where it stays: those who compute have few
+// registers to spare.
+template <class Traits>
+struct KeyBlock {
+  int row0;
+  int head;
+  int first_head_q;
+  BatchIndex<Traits::kBatchAxes> batch;
+  Seqlen seqlen;
+  Range tiles;  // of queries
+  int count;    // of all heads
+  // Rows that somebody sees, as far as the arrays go: what else they hold must not reach a sum as
+  // 0 * NaN. What lies past their end is zeros already.
+  Range keys;
+  Range queries;
+  // Of a warpgroup: first queries of tiles all of whose pairs are seen.
+  Range clear[Traits::kConsumers];
+
+  // Heads come in sections that the L2 cache has room for; in each, the first keys come first,
+  // which under a causal mask most queries see.
+  CUPY_FLASH_DEVICE void describe(const Params<Traits::kBatchAxes>& params) {
+    const int key_tiles = ceil_div(int(params.seqlen_k), Traits::kRows);
+    const int heads = int(batch_size(params) * params.heads_kv);
+    const int section = int(params.section);
+    const int first = int(blockIdx.x) / (section * key_tiles) * section;
+    const int width = min_of(section, heads - first);
+    const int rest = int(blockIdx.x) - first * key_tiles;
+    const int flat_head = first + rest % width;
+    const int group = int(params.heads_q / params.heads_kv);
+    row0 = rest / width * Traits::kRows;
+    head = flat_head % int(params.heads_kv);
+    first_head_q = head * group;
+    batch = BatchIndex<Traits::kBatchAxes>(params, flat_head / int(params.heads_kv));
+    seqlen = Seqlen(params, batch);
+    const Band<Traits> band(params, seqlen);
+    const Range own = band.queries_of(row0, row0 + Traits::kRows);
+    tiles = {0, 0};
+    if (own.begin < own.end) {
+      tiles = {own.begin / Traits::kColumns, ceil_div(own.end, Traits::kColumns)};
+    }
+    count = group * (tiles.end - tiles.begin);
+    keys = up_to_end(band.keys_of(0, seqlen.q), params.seqlen_k);
+    queries = up_to_end(band.queries_of(0, seqlen.k), params.seqlen_q);
+#pragma unroll 1
+    for (int g = 0; g < Traits::kConsumers; ++g) {
+      clear[g] = clear_queries(band, row0 + g * kGroupRows);
+    }
+  }
+
+  // The heads before those that read these keys.
+  CUPY_FLASH_DEVICE i64 heads_before(const Params<Traits::kBatchAxes>& params) const {
+    return batch.flat * params.heads_q + first_head_q;
+  }
+
+ private:
+  static constexpr int kFarthest = 0x7fffffff;
+
+  CUPY_FLASH_DEVICE static Range up_to_end(const Range& rows, i64 seqlen) {
+    return {rows.begin, rows.end == int(seqlen) ? kFarthest : rows.end};
+  }
+
+  CUPY_FLASH_DEVICE static Range clear_queries(const Band<Traits>& band, int key0) {
+    const int last = key0 + kGroupRows - 1;
+    if (last >= band.seqlen.k) return {0, 0};
+    // What lies past the last query does no harm.
+    Range clear = {0, kFarthest};
+    if constexpr (Traits::kBandRight) clear.begin = band.queries_of(last, last + 1).begin;
+    if constexpr (Traits::kBandLeft) {
+      const int end = band.queries_of(key0, key0 + 1).end;
+      if (end < band.seqlen.q) clear.end = end - Traits::kColumns + 1;
+    }
+    return clear;
+  }
+};
+
+// A place in the walk over tiles of queries, head by head.
+struct QueryTile {
+  int tile;   // of its head
+  int index;  // among all tiles of the heads that read the keys
+
+  CUPY_FLASH_DEVICE explicit QueryTile(const Range& tiles) : tile(tiles.begin), index(tile) {}
+
+  CUPY_FLASH_DEVICE void advance(const Range& tiles, int per_head) {
+    ++index;
+    if (++tile == tiles.end) {
+      tile = tiles.begin;
+      index += per_head - (tiles.end - tiles.begin);
+    }
+  }
+};
+
+// What the pass before the gradients leaves of each query: lse as a base-2 exponent, +inf where no
+// key is seen, and -delta.
+template <int kColumns>
+struct alignas(16) RowTermsTile {
+  float exponent[kColumns];
+  float minus_delta[kColumns];
+};
+
+template <class Traits>
+struct BackwardStorage {
+  using Element = typename Traits::Element;
+  using TileK = Panels<Element, Traits::kRows, Traits::kDepth>;
+  using TileV = Panels<Element, Traits::kRows, Traits::kDepthV>;
+  using TileQ = Panels<Element, Traits::kColumns, Traits::kDepth>;
+  using TileO = Panels<Element, Traits::kColumns, Traits::kDepthV>;
+  using TileDs = Panels<Element, Traits::kColumns, Traits::kRows>;
+  using Terms = RowTermsTile<Traits::kColumns>;
+  static_assert(Traits::kStages == 2, "one number counts the places in all rings");
+
+  TileK k;  // dK in the end
+  TileV v;  // dV in the end
+  TileQ q[Traits::kStages];
+  TileO dout[Traits::kStages];
+  TileDs ds[Traits::kStages];  // rows are queries; that of the tile before is still read
+  Terms terms[Traits::kStages];
+  KeyBlock<Traits> block;
+  Pipeline<1> k_pipeline;
+  Pipeline<1> v_pipeline;
+  Pipeline<Traits::kStages> q_pipeline;  // with terms
+  Pipeline<Traits::kStages> dout_pipeline;
+  Pipeline<Traits::kStages> ds_pipeline;
+
+  // One thread of the block does it.
+  CUPY_FLASH_DEVICE void init() {
+    constexpr int kWarps = Traits::kConsumers * kWarpgroup / kWarpSize;
+    k_pipeline.init(1, 1);
+    v_pipeline.init(1, 1);
+    q_pipeline.init(1, kWarps);
+    dout_pipeline.init(1, kWarps);
+    ds_pipeline.init(kWarps, 1);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+}  // namespace wgmma
+}  // namespace cupy_flash
