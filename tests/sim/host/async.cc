@@ -67,21 +67,22 @@ size_t shared_offset(const char* what, const void* pointer, size_t size) {
   return size_t(byte - b.shared);
 }
 
-static bool is_loading(const unsigned char* from, size_t size) {
+// The copy that brings some of these bytes and that nobody has waited for; null if none does.
+static const char* load_of(const unsigned char* from, size_t size) {
   for (const auto& [address, barrier] : block().mbarriers) {
     for (const BulkLoad& load : barrier.loads) {
-      if (from < load.to + load.size && load.to < from + size) return true;
+      if (from < load.to + load.size && load.to < from + size) return load.what;
     }
   }
-  return false;
+  return nullptr;
 }
 
 // What an asynchronous reader finds in shared memory, which must be complete and shown.
 void read_shared(const char* what, size_t offset, size_t size, unsigned char* to) {
   Block& b = block();
-  if (is_loading(b.shared + offset, size)) {
-    fail(std::string(what) + " reads " + byte_of_shared(offset) +
-         ", which a tma_load that nobody has waited for brings");
+  if (const char* const load = load_of(b.shared + offset, size)) {
+    fail(std::string(what) + " reads " + byte_of_shared(offset) + ", which a " + load +
+         " that nobody has waited for brings");
   }
   const size_t at = first_difference(b.shared + offset, &b.shown[offset], size);
   if (at < size) {
@@ -95,7 +96,7 @@ void read_shared(const char* what, size_t offset, size_t size, unsigned char* to
 void require_unchanged(const char* what, size_t offset, size_t size, const unsigned char* bytes) {
   const unsigned char* const now = block().shared + offset;
   const size_t at = first_difference(now, bytes, size);
-  if (at < size || is_loading(now, size)) {
+  if (at < size || load_of(now, size) != nullptr) {
     fail(byte_of_shared(offset + at % size) + " was written while " + what +
          ", which wasn't waited for, reads it");
   }
@@ -212,7 +213,7 @@ void load_bulk(const char* what, const u64* state, unsigned char* to, size_t siz
     fail(std::string(what) + ": no mbarrier_init_fence after mbarrier_init of " +
          byte_of_shared(b.byte));
   }
-  if (is_loading(to, size)) {
+  if (load_of(to, size) != nullptr) {
     fail(std::string(what) + " to " + byte_of_shared(offset) +
          ", to which another one is still under way");
   }
@@ -227,9 +228,17 @@ void load_bulk(const char* what, const u64* state, unsigned char* to, size_t siz
   } else {
     fill_raw(to, 0xFF, size);
     forbid(to, size);
-    b.loads.push_back({to, size, perform_and_show});
+    b.loads.push_back({what, to, size, perform_and_show});
   }
   look_at(b);
+}
+
+void copy_bulk(void* to, const void* from, int bytes, const u64* state) {
+  if ((size_t(to) | size_t(from) | size_t(bytes)) % 16 != 0 || bytes <= 0) {
+    fail("bulk_load of what isn't a multiple of 16");
+  }
+  load_bulk("bulk_load", state, static_cast<unsigned char*>(to), size_t(bytes),
+            [=] { std::memcpy(to, from, size_t(bytes)); });
 }
 
 // --- Stores -----------------------------------------------------------------------------------

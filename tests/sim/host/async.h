@@ -53,6 +53,9 @@ void wait_for_phase(const u64* state, int parity);
 void load_bulk(const char* what, const u64* state, unsigned char* to, size_t size,
                const std::function<void()>& perform);
 
+// Copies bytes that lie side by side.
+void copy_bulk(void* to, const void* from, int bytes, const u64* state);
+
 // `perform` gets the bytes of shared memory.
 void store_bulk(const char* what, const unsigned char* from, size_t size,
                 const std::function<void(const std::vector<unsigned char>&)>& perform);

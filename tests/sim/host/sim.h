@@ -96,6 +96,7 @@ struct NamedBarrier {
 
 // A copy from global to shared memory that an mbarrier counts.
 struct BulkLoad {
+  const char* what;
   unsigned char* to;
   size_t size;
   std::function<void()> perform;

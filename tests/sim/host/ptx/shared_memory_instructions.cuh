@@ -46,6 +46,32 @@ inline void ldmatrix_transposed(u32 (&matrix)[4], u32 row) {
   load_matrices<true>("ldmatrix_transposed", matrix, row);
 }
 
+// Lanes 8i to 8i + 7 point to the rows that matrix i is written to.
+inline void stmatrix_transposed(u32 row, const u32 (&matrix)[4]) {
+  if (kComputeCapability < 90) sim::fail("stmatrix is for later GPUs");
+  struct Operand {
+    u32 row;
+    const u32* matrix;
+  } operand{row, matrix};
+  sim::with_warp("stmatrix_transposed", operand, [](Operand** all, int lanes) {
+    if (lanes != 32) sim::fail("stmatrix of a part of a warp");
+    for (int i = 0; i < 4; ++i) {
+      u16 element[8][8];
+      for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4;
+        const int c = lane % 4 * 2;
+        element[c][g] = u16(all[lane]->matrix[i]);
+        element[c + 1][g] = u16(all[lane]->matrix[i] >> 16);
+      }
+      for (int r = 0; r < 8; ++r) {
+        const u32 address = all[8 * i + r]->row;
+        if (address % 16 != 0) sim::fail("stmatrix of a misaligned row");
+        std::memcpy(sim::block().shared + address, element[r], 16);
+      }
+    }
+  });
+}
+
 inline void needs_async_copies() {
   if (kComputeCapability < 80) sim::fail("cp.async is for later GPUs");
 }

@@ -34,6 +34,10 @@ inline void tma_store(const TensorMap& map, const void* from, int c0, int c1, in
   sim::tma_store(&map, from, {c0, c1, c2, c3, c4});
 }
 
+inline void bulk_load(void* to, const void* from, int bytes, Mbarrier& full) {
+  sim::copy_bulk(to, from, bytes, &full.state);
+}
+
 inline void bulk_reduce_add(float* to, const void* from, int bytes) {
   sim::reduce_bulk(to, from, bytes);
 }
