@@ -66,7 +66,8 @@ class Probe:
     @property
     def header(self) -> str:
         """What it includes, with all of ``ptx`` that its GPU has."""
-        return "wgmma/forward.cuh" if self.architecture_specific else "mma/backward.cuh"
+        names = ("mma/backward.cuh", "wgmma/backward.cuh")
+        return names[self.architecture_specific]
 
     @property
     def architecture_specific(self) -> bool:

@@ -18,16 +18,26 @@ from .probe import Array, Probe, to_halves, widen
 RECORD = Path(__file__).with_name("probes.npz")
 
 
+_SPECIAL = (
+    0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 65504.0, 65519.9, 65520.0, -65536.0,
+    6e-8, 2.9e-8, 3e-8, -6.1e-5, 6.097e-5, 1e-10, 3e38, 1 + 2.0**-11, 1 + 2.0**-8,
+    1 + 3 * 2.0**-11, 1 + 2.0**-12, 255.5, 2049.0, 2051.0,
+)  # fmt: skip
+
+
 def _floats(random: np.random.Generator, n: int) -> Array:
     """Return floats of all sizes, with those at which conversions go wrong."""
-    special = [
-        0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 65504.0, 65519.9, 65520.0, -65536.0,
-        6e-8, 2.9e-8, 3e-8, -6.1e-5, 6.097e-5, 1e-10, 3e38, 1 + 2.0**-11, 1 + 2.0**-8,
-        1 + 3 * 2.0**-11, 1 + 2.0**-12, 255.5, 2049.0, 2051.0,
-    ]  # fmt: skip
     values = random.standard_normal(n) * 2.0 ** random.integers(-20, 20, n)
-    values[: len(special)] = special
+    values[: len(_SPECIAL)] = _SPECIAL
     return values.astype(np.float32)
+
+
+def _pairs(random: np.random.Generator) -> tuple[Array, Array]:
+    """Return 1024 pairs of floats, among them all of special ones."""
+    low, high = random.standard_normal((2, 1024)).astype(np.float32)
+    n = len(_SPECIAL)
+    low[: n * n], high[: n * n] = np.repeat(_SPECIAL, n), np.tile(_SPECIAL, n)
+    return low, high
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
@@ -171,6 +181,13 @@ PROBES = (
       ptx::float_to_tf32(static_cast<const float*>(params.q)[at]) & 0xffffe000u;"""),
     _convert("floats_to_fp16x2", _PAIR.format("floats_to_fp16x2")),
     _convert("floats_to_bf16x2", _PAIR.format("floats_to_bf16x2")),
+    Probe(
+        "min_or_nan", """
+  const float a = static_cast<const float*>(params.q)[at];
+  const float b = static_cast<const float*>(params.k)[at];
+  static_cast<float*>(params.out)[at] = ptx::min_or_nan(a, b);""",
+        _pairs, (1024,), np.float32, grid=8, block=128, capability=90,
+    ),
     _load_matrices("ldmatrix"),
     _load_matrices("ldmatrix_transposed"),
     _copy(4), _copy(8), _copy(16),

@@ -236,6 +236,43 @@ PROBES = (
         _STORED_5, ((0, 0, 0, 0, 0), (4, 2, 16, 1, 0), (8, 1, 9, 1, 0)),
     ),
     Probe(
+        "bulk_load", _ONE_BARRIER + """
+  const auto* const from = static_cast<const unsigned char*>(params.q);
+  u32* const out = static_cast<u32*>(params.out);
+  for (int round = 0; round < 2; ++round) {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect(full, 1024);
+      ptx::bulk_load(tile + 16, from + 1024 * round + 48, 992, full);
+      ptx::bulk_load(tile, from + 2032, 16, full);
+      ptx::bulk_load(tile + 1008, from + 1024 * round, 16, full);
+    }
+    ptx::mbarrier_wait(full, round);
+    for (int i = lane; i < 256; i += 32) {
+      out[256 * round + i] = reinterpret_cast<const u32*>(tile)[i];
+    }
+    __syncthreads();
+  }""",
+        lambda random: (random.integers(0, 2**32, 516, dtype=np.uint32),),
+        (2, 256), capability=_HOPPER, shared_memory=2048,
+    ),
+    # Rows of 16 bytes, which the lanes point to in any order.
+    Probe(
+        "stmatrix_transposed", """
+  const u32* const from = static_cast<const u32*>(params.q) + 4 * lane;
+  const u32 matrix[4] = {from[0], from[1], from[2], from[3]};
+  const u32 row = u32(static_cast<const int*>(params.k)[lane]);
+  ptx::stmatrix_transposed(ptx::shared_address(shared) + 16 * row, matrix);
+  __syncthreads();
+  for (int i = lane; i < 128; i += 32) {
+    static_cast<u32*>(params.out)[i] = reinterpret_cast<const u32*>(shared)[i];
+  }""",
+        lambda random: (
+            random.integers(0, 2**32, (32, 4), dtype=np.uint32),
+            random.permutation(32).astype(np.int32),
+        ),
+        (32, 4), capability=_HOPPER, shared_memory=512,
+    ),
+    Probe(
         "bulk_reduce_add", """
   float* const tile = reinterpret_cast<float*>(shared);
   for (int i = lane; i < 64; i += 32) tile[i] = static_cast<const float*>(params.q)[i];

@@ -62,6 +62,25 @@ def test_conversions_are_those_of_numpy() -> None:
         np.testing.assert_array_equal(bits[~nan], pair.view(np.uint16)[~nan])
 
 
+def test_the_smaller_of_two_is_that_of_numpy() -> None:
+    """-0 is smaller than 0."""
+    a, b = _BY_NAME["min_or_nan"].arrays()
+    got = results()["min_or_nan"]
+    np.testing.assert_array_equal(got, np.minimum(a, b))
+    zero = got == 0
+    signs = np.signbit(a) | np.signbit(b)
+    np.testing.assert_array_equal(np.signbit(got[zero]), signs[zero])
+
+
+def test_matrices_are_transposed() -> None:
+    fragments, rows = _BY_NAME["stmatrix_transposed"].arrays()
+    # What a lane gives of matrix i: rows 2t and 2t + 1 of column g.
+    halves = fragments.view("u2").reshape(8, 4, 4, 2)  # [g][t][i][half]
+    matrices = halves.transpose(2, 1, 3, 0).reshape(32, 8)
+    got = results()["stmatrix_transposed"].view("u2").reshape(32, 8)
+    np.testing.assert_array_equal(got[rows], matrices)
+
+
 def test_products_are_those_of_numpy() -> None:
     """With 16 x 8 sums spread over the lanes as the PTX ISA says."""
     a, b, c = _BY_NAME["mma_fp64"].arrays()
@@ -133,6 +152,14 @@ def test_stores_are_clipped() -> None:
     want[1, 2, 5:17, 24:56] = tile[:12, :32]
     got = results()["tma_store_4"].view("u2").reshape(2, 19, 3, 72)
     np.testing.assert_array_equal(got, want.transpose(0, 2, 1, 3))
+
+
+def test_copies_of_bytes_are_those_of_numpy() -> None:
+    (x,) = _BY_NAME["bulk_load"].arrays()
+    for first, got in zip((0, 256), results()["bulk_load"], strict=True):
+        part = x[first:]
+        want = np.concatenate([x[508:512], part[12:260], part[:4]])
+        np.testing.assert_array_equal(got, want)
 
 
 def test_sums_of_copies_are_those_of_numpy() -> None:
