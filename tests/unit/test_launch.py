@@ -46,8 +46,12 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 SEQUENCES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 LOGITS = ("bias", "mask", "dbias")
 WIDE = ("q", "k", "v", "dout")
-WORKSPACE = ("delta", "dbias_partial", "dq_sums", "claims")
-CLEARED = ("dq_sums",)
+WORKSPACE = ("delta", "dbias_partial", "dq_sums", "row_terms", "claims")
+# The arrays of the tensor maps, in their order.
+FORWARD_MAPS = ("q", "k", "v", "out")
+BACKWARD_MAPS = ("q", "k", "v", "dout", "dk", "dv")
+# What is filled with zeros before the kernels; those of `wgmma` do it themselves.
+CLEARED = {"simt": (), "mma": ("dq_sums",), "wgmma": ()}
 families = pytest.mark.parametrize("family", GPUS)
 
 
@@ -179,8 +183,8 @@ def check_launch(
     In place of what a family of tensor cores can't load there is a copy.
     """
     fields = found.fields
-    maps = read_maps(found)
-    assert list(maps) == (["q", "k", "v", "out"] if family == "wgmma" else [])
+    maps = read_maps(found, BACKWARD_MAPS if "dq" in arrays else FORWARD_MAPS)
+    assert bool(maps) == (family == "wgmma")
     batch = canonical("q", like.arrays["q"], like).shape[:-3]
     sequences = int(np.prod(batch, dtype=np.int64))
     for name, array in arrays.items():
@@ -204,7 +208,7 @@ def check_launch(
         assert fields[name] == 0, f"{name} isn't null"
     for name in WORKSPACE:
         assert fields[name] == 0 or int(fields[name]) in found.live, name
-    for name in CLEARED:
+    for name in CLEARED[family]:
         assert fields[name] == 0 or int(fields[name]) in found.cleared, name
     q = canonical("q", like.arrays["q"], like)
     k = canonical("k", like.arrays["k"], like)
@@ -220,10 +224,10 @@ def check_launch(
         assert fields[f"{name}_bytes"] == size
 
 
-def read_maps(found: Launch) -> dict[str, tensor_map.Map]:
-    """Return the tensor maps that a kernel is given, in their order."""
+def read_maps(found: Launch, names: Sequence[str]) -> dict[str, tensor_map.Map]:
+    """Return the tensor maps that a kernel is given, by their names."""
     maps = [tensor_map.decode(found.maps[at:]) for at, _ in tensor_map.find(found.maps)]
-    return dict(zip(("q", "k", "v", "out"), maps, strict=bool(maps)))
+    return dict(zip(names, maps, strict=bool(maps)))
 
 
 def check_map(found: tensor_map.Map, view: np.ndarray, moved: int) -> None:
@@ -318,6 +322,8 @@ def check_backward(
     kernels = ["delta", "backward_dq", "backward_dkdv"]
     if family == "mma" and not extra.get("deterministic"):
         kernels = ["delta", "backward", "convert_dq"]
+    if family == "wgmma":
+        kernels = ["backward_terms", "backward", "convert_dq"]
     if extra.get("bias_grad"):
         expected.append("dbias")
         kernels.append("backward_dbias")
@@ -336,6 +342,9 @@ def check_backward(
         check_launch(found, arrays, like, family)
         made = kernels[1] == "backward"
         assert (found.fields["dq_sums"] != 0) == made
+        assert (found.fields["row_terms"] != 0) == (family == "wgmma")
+        q = canonical("q", like.arrays["q"], like)
+        assert (16 * found.fields["dq_row_tiles"] >= q.shape[-3]) == made
     return arrays
 
 
@@ -846,9 +855,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counted(name: str) -> None:
         original = getattr(launch, name)
 
-        def wrapper(*arguments: Any) -> Any:
+        def wrapper(*arguments: Any, **numbers: int) -> Any:
             counter[name] += 1
-            return original(*arguments)
+            return original(*arguments, **numbers)
 
         monkeypatch.setattr(launch, name, wrapper)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -219,11 +219,14 @@ def test_a_broadcast_batch_is_merged_too() -> None:
 # --- The values -----------------------------------------------------------------------
 
 
+PLAIN = {"dbias_splits": 1, "section": 1, "dq_row_tiles": 0}
+
+
 def filled(
-    problem: Problem, splits: int = 1, section: int = 1, **addresses: int
+    problem: Problem, plan: Mapping[str, int] = PLAIN, **addresses: int
 ) -> dict[str, object]:
-    """Return the fields of the struct of a problem."""
-    template = make_template(problem, addresses, splits, section)
+    """Return the fields of the struct of a problem, with numbers of its plan."""
+    template = make_template(problem, addresses, **{**PLAIN, **plan})
     axes = len(merge_batch_axes(problem).shape)
     (record,) = np.frombuffer(template.fill(addresses), params_dtype(axes))
     return {name: record[name] for name in record.dtype.names}
@@ -251,7 +254,7 @@ def test_a_launch_has_a_number_of_its_own() -> None:
 
 def test_one_template_serves_many_calls() -> None:
     """None of them changes what another was given."""
-    template = make_template(problem(qkv((2,))), ["q", "v"], 1, 1)
+    template = make_template(problem(qkv((2,))), ["q", "v"], **PLAIN)
     first = template.fill({"q": 16, "v": 64})
     second = template.fill({"v": 64, "q": 32})
     assert bytes(first)[8:] == bytes(second)[8:]
@@ -319,7 +322,7 @@ def test_gradients_have_strides() -> None:
         "bias": info((1, 4, 1, 7)),
         "dk": ArrayInfo((2, 7, 2, 8), (1000, 128, 32, 4), FLOAT32),
     }
-    fields = filled(problem(arrays, "backward", bias_grad=True), splits=3)
+    fields = filled(problem(arrays, "backward", bias_grad=True), {"dbias_splits": 3})
     expected = {
         "dout": [0, 0, 0, 1],
         "dlse": [20, 1, 4],
@@ -335,11 +338,13 @@ def test_gradients_have_strides() -> None:
 
 
 def test_numbers() -> None:
-    fields = filled(problem(qkv((3,)), scale=-0.25, softcap=30.0), section=6)
+    plan = {"section": 6, "dq_row_tiles": 4}
+    fields = filled(problem(qkv((3,)), scale=-0.25, softcap=30.0), plan)
     numbers = {
         "seqlen_q": 5, "seqlen_k": 7, "heads_q": 4, "heads_kv": 2, "head_dim": 8,
         "head_dim_v": 6, "scale": -0.25, "softcap": 30.0, "dbias_splits": 1,
         "q_lengths_bytes": 0, "k_lengths_bytes": 0, "top_left": 0, "section": 6,
+        "dq_row_tiles": 4,
     }  # fmt: skip
     assert {name: fields[name].item() for name in numbers} == numbers
     assert fields["batch_shape"].tolist() == [3]
@@ -385,7 +390,8 @@ def test_no_operand_is_left_out() -> None:
     }  # fmt: skip
     full = problem(arrays, "backward", bias_grad=True)
     names = {operand.name for operand in full.operands}
-    assert names | {"delta", "dbias_partial", "dq_sums", "claims"} == set(POINTERS)
+    workspace = {"delta", "dbias_partial", "dq_sums", "row_terms", "claims"}
+    assert names | workspace == set(POINTERS)
     fields = params_dtype(1).names
     assert all(f"{name}_strides" in fields for name in names)
     assert dataclasses.replace(full) == full and hash(full) == hash(full)
