@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +92,8 @@ def _backward_refusal(problem: Problem) -> str:
             return f"wgmma's gradients have no {name} yet"
     if scales_first(problem):
         return "wgmma's gradients need a positive scale"
+    if problem.batch * problem.seqlen_q == 0:
+        return "there are no queries to copy"
     return ""
 
 
@@ -145,7 +148,9 @@ class WgmmaBuilder(Builder):
         if tiles > self.device.multiprocessors:
             self.add_workspace("claims", (1,), dtype=np.dtype(np.uint64))
         # The order of wgmma/storage.cuh.
-        self._add_maps(q=tile.rows, k=tile.columns, v=tile.columns, out=tile.rows)
+        self._add_maps(
+            {"q": tile.rows, "k": tile.columns, "v": tile.columns, "out": tile.rows}
+        )
 
     def backward(self) -> None:
         """Plan the backward pass."""
@@ -176,13 +181,11 @@ class WgmmaBuilder(Builder):
         )
         # The order of wgmma/backward_storage.cuh. A consumer stores its own 64 keys.
         self._add_maps(
-            q=tile.columns,
-            k=tile.rows,
-            v=tile.rows,
-            dout=tile.columns,
-            dk=_GROUP_ROWS,
-            dv=_GROUP_ROWS,
-        )
+            {
+                "q": tile.columns, "k": tile.rows, "v": tile.rows,
+                "dout": tile.columns, "dk": _GROUP_ROWS, "dv": _GROUP_ROWS,
+            }
+        )  # fmt: skip
 
     def _add_terms(self, tile: WgmmaTile, grid: int) -> None:
         spec = replace(
@@ -193,7 +196,7 @@ class WgmmaBuilder(Builder):
         if grid > 0:
             self.steps.append(Step(spec, min(grid, MAX_GRID)))
 
-    def _add_maps(self, **rows: int) -> None:
+    def _add_maps(self, rows: Mapping[str, int]) -> None:
         """Add a tensor map for each array, with boxes of so many rows."""
         batch = merge_batch_axes(self.problem)
         self.maps = tuple(

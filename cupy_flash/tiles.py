@@ -330,8 +330,10 @@ class WgmmaTile:
     @property
     def backward_fault(self) -> str:
         """Why no kernel of the gradients can have the tile; empty if one can."""
-        if self.consumers != 2 or self.ping_pong:
-            return "the gradients have 2 consumers, without ping-pong"
+        if self.consumers != 2 or self.stages != 2 or self.ping_pong:
+            return "the gradients have 2 consumers and 2 stages, without ping-pong"
+        if self.depth % 32:
+            return "the gradients have a depth that is a multiple of 32"
         halves = self.depth // 2
         if self.columns == _GROUP_ROWS:
             if halves % _PANEL_COLUMNS:

@@ -76,7 +76,7 @@ struct Params {
   i64 q_lengths_bytes;  // 4 or 8: size of one length
   i64 k_lengths_bytes;
   i64 dbias_splits;
-  i64 section;  // heads whose keys the L2 cache is meant to hold
+  i64 section;       // heads whose keys the L2 cache is meant to hold
   i64 dq_row_tiles;  // of 16 queries of a head in dq_sums
   double scale;
   double softcap;

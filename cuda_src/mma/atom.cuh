@@ -39,6 +39,14 @@ CUPY_FLASH_DEVICE u32 narrow_pair(float low, float high, fp16) {
 CUPY_FLASH_DEVICE u32 narrow_pair(float low, float high, bf16) {
   return ptx::floats_to_bf16x2(low, high);
 }
+CUPY_FLASH_DEVICE void widen_pair(u32 pair, float& low, float& high, fp16) {
+  low = ptx::fp16_to_float(u16(pair));
+  high = ptx::fp16_to_float(u16(pair >> 16));
+}
+CUPY_FLASH_DEVICE void widen_pair(u32 pair, float& low, float& high, bf16) {
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xffff0000u);
+}
 CUPY_FLASH_DEVICE void multiply_fragments(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                                           fp16) {
   ptx::mma_fp16(d, a, b);

@@ -29,10 +29,16 @@ namespace ptx {
 // are two atoms further.
 //
 // Fields: bits 0 to 13 are the address / 16, 16 to 29 leading_bytes / 16, 32 to 45 stride_bytes /
-// 16, 62 and 63 the swizzle, 1 for 128 bytes. So to go on by some bytes, add bytes / 16.
+// 16, 62 and 63 the swizzle, 1 for 128 bytes. So to go on by some bytes, wgmma_advance by bytes
+// / 16.
 CUPY_FLASH_DEVICE u64 wgmma_descriptor(const void* tile, int leading_bytes, int stride_bytes) {
   return u64((shared_address(tile) & 0x3ffffu) >> 4) | u64(leading_bytes >> 4) << 16 |
          u64(stride_bytes >> 4) << 32 | u64(1) << 62;
+}
+
+// Goes on by so many times 16 bytes. The address has no carry, so half the descriptor stays.
+CUPY_FLASH_DEVICE u64 wgmma_advance(u64 descriptor, int units) {
+  return (descriptor & 0xffffffff00000000ull) | u64(u32(descriptor) + u32(units));
 }
 
 // Orders what was done to registers before the products that follow.

@@ -41,11 +41,35 @@ struct DqPart {
       : row(kByQueries ? group * kGroupRows : 0), channel(kByQueries ? 0 : group * kChannels) {}
 };
 
-// Adds a warp's sums to fragments in global memory, each lane at its own place.
+// A thread's place in its warpgroup, found out anew wherever it is needed: registers are few.
+struct Thread {
+  int lane;
+  int warp;
+
+  CUPY_FLASH_DEVICE Thread() {
+    const int index = ptx::opaque(int(threadIdx.x)) % kWarpgroup;
+    lane = index % kWarpSize;
+    warp = index / kWarpSize;
+  }
+};
+
+// Where a lane's sums of a tile of dQ begin. Fragments lie one after the other, first by queries,
+// then by channels.
+template <class Traits>
+CUPY_FLASH_DEVICE int dq_offset(const DqPart<Traits>& part) {
+  const Thread thread;
+  const int fragment = (part.row / 16 + thread.warp) * (Traits::kDepth / 8) + part.channel / 8;
+  return fragment * mma::kFragmentSize + 4 * thread.lane;
+}
+
 template <int kN>
-CUPY_FLASH_DEVICE void add_fragments(float* to, const Sums<kN>& sums) {
+CUPY_FLASH_DEVICE void add_dq(float* to, const Sums<kN>& dq) {
 #pragma unroll
-  for (int j = 0; j < kN; ++j) ptx::red_add_4(to + j * mma::kFragmentSize, sums[0][j]);
+  for (int j = 0; j < kN; ++j) ptx::red_add_4(to + j * mma::kFragmentSize, dq[0][j]);
+}
+
+CUPY_FLASH_DEVICE Range uniform(const Range& range) {
+  return {uniform(range.begin), uniform(range.end)};
 }
 
 CUPY_FLASH_DEVICE bool contains_rows(const Range& range, int row0, int rows) {
@@ -56,11 +80,11 @@ CUPY_FLASH_DEVICE bool contains_rows(const Range& range, int row0, int rows) {
 template <class Traits>
 CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
                                        const BackwardMaps& maps, BackwardStorage<Traits>& shared,
-                                       const KeyBlock<Traits>& block, int group,
-                                       const Sums<Traits::kDepth / 8>& dk,
+                                       int group, const Sums<Traits::kDepth / 8>& dk,
                                        const Sums<Traits::kDepthV / 8>& dv) {
   using Element = typename Traits::Element;
   using Position = HeadPosition<Traits::kBatchAxes>;
+  const KeyBlock<Traits>& block = shared.block;
   const mma::Lane lane;
   const int group_row = group * kGroupRows;
   const int warp_row = group_row + threadIdx.x % kWarpgroup / kWarpSize * 16;
@@ -86,40 +110,70 @@ CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
   }
 }
 
+// The parity, but not before all weights are made: a wait for it then keeps what comes after behind
+// them. No weight is negative, which the compiler can't know.
+template <int kN>
+CUPY_FLASH_DEVICE int parity_after(const Weights<kN>& weights, int parity) {
+  u32 bits = 0;
+#pragma unroll
+  for (int t = 0; t < kN / 2; ++t) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) bits |= weights[t][r];
+  }
+  return parity ^ int(bits >> 31);
+}
+
+// dS = P (dP - delta), of P as floats or as weights.
+template <class Element, int kN>
+CUPY_FLASH_DEVICE void make_ds(Weights<kN>& ds, Sums<kN>& p, const Sums<kN>& dp) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) p[0][j][c] *= dp[0][j][c];
+  }
+  make_weights<Element, kN>(ds, p);
+}
+template <class Element, int kN>
+CUPY_FLASH_DEVICE void make_ds(Weights<kN>& ds, const Weights<kN>& p, const Sums<kN>& dp) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float low, high;
+      mma::widen_pair(p[j / 2][j % 2 * 2 + half], low, high, Element{});
+      ds[j / 2][j % 2 * 2 + half] =
+          mma::narrow_pair(low * dp[0][j][2 * half], high * dp[0][j][2 * half + 1], Element{});
+    }
+  }
+}
+
 template <class Traits>
 CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
                                      const BackwardMaps& maps, BackwardStorage<Traits>& shared,
                                      int group) {
   using Element = typename Traits::Element;
   using Storage = BackwardStorage<Traits>;
+  using TileK = typename Storage::TileK;
+  using TileDs = typename Storage::TileDs;
+  constexpr int kStages = Traits::kStages;
   constexpr int kColumns = Traits::kColumns;
   constexpr int kN = kColumns / 8;
+  constexpr int kD = Traits::kDepth / 8;
+  constexpr int kV = Traits::kDepthV / 8;
   constexpr int kQ = DqPart<Traits>::kN;
   constexpr int kThreads = Traits::kConsumers * kWarpgroup;
+  // Whether there are registers for P as floats beside dQ.
+  constexpr bool kKeepsFloats = kN <= 8;
   const int group_row = group * kGroupRows;
-  const int warp_row = group_row + threadIdx.x % kWarpgroup / kWarpSize * 16;
-  const mma::Lane lane;
-
+  const DqPart<Traits> part(group);
   const KeyBlock<Traits>& block = shared.block;
   const int count = uniform(block.count);
-  const int per_head = query_tiles<Traits>(params);
-  const float to_exponent = Logits<Traits>::to_exponent(params);
-
-  // Fragments of dQ's sums lie one after the other, first by queries, then by channels.
-  const DqPart<Traits> part(group);
-  constexpr int kFragments = Traits::kDepth / 8;
-  float* const dq_sums =
-      static_cast<float*>(params.dq_sums) +
-      block.heads_before(params) * per_head * (kColumns * Traits::kDepth) +
-      ((part.row / 16 + threadIdx.x % kWarpgroup / kWarpSize) * kFragments + part.channel / 8) *
-          mma::kFragmentSize +
-      4 * lane.index;
-
-  Sums<Traits::kDepth / 8> dk = {};
-  Sums<Traits::kDepthV / 8> dv = {};
+  const auto pair_at = [&](const float (&terms)[kColumns], int j) {
+    return read_pack<float, 2>(&terms[8 * j + Thread().lane % 4 * 2]);
+  };
 
   // dS of no tile, for the product that is made beside the first.
-  clear_rows<kThreads>(shared.ds[Traits::kStages - 1], 0, {0, 0});
+  clear_rows<kThreads>(shared.ds[kStages - 1], 0, {0, 0});
   shared.k_pipeline.wait({});
   shared.v_pipeline.wait({});
   if (!contains_rows(block.keys, block.row0, Traits::kRows)) {
@@ -129,19 +183,38 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   ptx::async_proxy_fence();
   consumers_barrier<Traits>();
 
-  QueryTile at(block.tiles);
-  int before = 0;  // the index of the tile before
+  Sums<kD> dk = {};
+  Sums<kV> dv = {};
+  // What decides about the steps is uniform and in registers: shared memory is slow while tensor
+  // cores read it.
+  const Range plain = uniform(block.plain[group]);
+  const float to_exponent = block.to_exponent;
+  int query0 = uniform(block.tiles.begin) * kColumns;
+  int left = uniform(block.tiles.end - block.tiles.begin);  // tiles of this head
+  // Where dQ of the tile before is summed, and the tiles between that one and this one.
+  float* dq_to = block.dq_sums + dq_offset<Traits>(part) +
+                 i64(block.tiles.begin - 1) * (kColumns * Traits::kDepth);
+  int skipped = 0;
+  const auto begin_dq_in = [&](Sums<kQ>& dq, const Slot<kStages>& slot) {
+    shared.ds_pipeline.wait(slot);
+    ptx::hold(flat<kQ>(dq));
+    ptx::wgmma_fence();
+    begin_dq<Element, TileDs, TileK>(
+        dq, shared.ds[slot.stage].along_depth(part.row),
+        ptx::wgmma_advance(shared.k.across_depth(), TileK::channel_step(part.channel)));
+  };
+
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
-    const auto slot = slot_of<Traits::kStages>(n);
-    const auto slot_before = slot_of<Traits::kStages>(n - 1);  // of none: the last, as if seen
-    const int query0 = at.tile * kColumns;
+    const auto slot = slot_of<kStages>(n);
+    auto slot_before = slot_of<kStages>(n - 1);  // of none: the last, as if it had been written
     auto& q = shared.q[slot.stage];
     auto& dout = shared.dout[slot.stage];
     const auto& terms = shared.terms[slot.stage];
+    const bool is_plain = mma::contains(plain, query0);
     shared.q_pipeline.wait(slot);
     shared.dout_pipeline.wait(slot);
-    if (!contains_rows(block.queries, query0, kColumns)) {
+    if (!is_plain && !contains_rows(uniform(block.queries), query0, kColumns)) {
       clear_rows<kThreads>(q, query0, block.queries);
       clear_rows<kThreads>(dout, query0, block.queries);
       ptx::async_proxy_fence();
@@ -152,26 +225,26 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     Sums<kN> s, dp;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      const auto pair = read_pack<float, 2>(&terms.minus_delta[8 * j + 2 * lane.t]);
+      const auto pair = pair_at(terms.minus_delta, j);
 #pragma unroll
       for (int c = 0; c < 4; ++c) dp[0][j][c] = pair.element[c % 2];
     }
     ptx::hold(flat<kN>(s));
     ptx::hold(flat<kN>(dp));
     ptx::wgmma_fence();
-    begin_logits<Element, Traits::kDepth, kN, false>(s, shared.k, group_row, q);
+    begin_logits<Element, Traits::kDepth, kN>(s, shared.k, group_row, q);
     begin_logits<Element, Traits::kDepthV, kN, true>(dp, shared.v, group_row, dout);
     ptx::wgmma_wait<1>();
     ptx::hold(flat<kN>(s));
 
     // P = exp(S - lse)
-    if (!mma::contains(block.clear[group], query0)) {
+    if (!is_plain && !mma::contains(uniform(block.clear[group]), query0)) {
       const Mask<Traits> mask(params, block.batch, 0, block.seqlen);
-      mma::hide_columns(s, mask, query0, block.row0 + warp_row);
+      mma::hide_columns(s, mask, query0, block.row0 + group_row + 16 * Thread().warp);
     }
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      const auto pair = read_pack<float, 2>(&terms.exponent[8 * j + 2 * lane.t]);
+      const auto pair = pair_at(terms.exponent, j);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float exponent = fma_of(s[0][j][c], to_exponent, -pair.element[c % 2]);
@@ -180,78 +253,67 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
       }
     }
     ptx::hold(flat<kN>(s));
+    Weights<kN> p, ds;
+    if constexpr (!kKeepsFloats) {
+      make_weights<Element, kN>(p, s);
+      slot_before.parity = parity_after<kN>(p, slot_before.parity);
+      ptx::hold(flat(p));
+    }
 
-    // dQ = dS K of the tile before, and dS = P (dP - delta) meanwhile
-    shared.ds_pipeline.wait(slot_before);
+    // dQ = dS K of the tile before, and dS meanwhile
     Sums<kQ> dq;
-    ptx::hold(flat<kQ>(dq));
-    ptx::wgmma_fence();
-    begin_dq<Element, kQ>(dq, shared.ds[slot_before.stage], part.row, shared.k, part.channel);
+    begin_dq_in(dq, slot_before);
     ptx::wgmma_wait<1>();
     ptx::hold(flat<kN>(dp));
-    Weights<kN> p, ds;
-    make_weights<Element, kN>(p, s);
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) s[0][j][c] *= dp[0][j][c];
+    if constexpr (kKeepsFloats) {
+      make_weights<Element, kN>(p, s);
+      make_ds<Element, kN>(ds, s, dp);
+    } else {
+      make_ds<Element, kN>(ds, p, dp);
     }
-    make_weights<Element, kN>(ds, s);
-#ifdef EARLY
-    write_transposed<kN>(shared.ds[slot.stage], ds, warp_row);
+    write_transposed<kN>(shared.ds[slot.stage], ds, group_row);
     ptx::async_proxy_fence();
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kQ>(dq));
-#else
-    ptx::wgmma_wait<0>();
-    ptx::hold(flat<kQ>(dq));
-    write_transposed<kN>(shared.ds[slot.stage], ds, warp_row);
-    ptx::async_proxy_fence();
-#endif
     __syncwarp();  // all lanes have written
     shared.ds_pipeline.publish(slot);
+    if (n > 0) add_dq<kQ>(dq_to, dq);
 
-#if RED == 1
-    if (n > 0) add_fragments<kQ>(dq_sums + i64(before) * (kColumns * Traits::kDepth), dq);
-#endif
     // dV += Pᵀ dO, dK += dSᵀ Q
     ptx::hold(flat(p));
-    ptx::hold(flat<Traits::kDepthV / 8>(dv));
+    ptx::hold(flat<kV>(dv));
     ptx::wgmma_fence();
-    begin_output<Element, Traits::kDepthV / 8>(dv, p, dout);
-#if RED == 0
-    if (n > 0) add_fragments<kQ>(dq_sums + i64(before) * (kColumns * Traits::kDepth), dq);
-#endif
+    begin_output<Element, kV>(dv, p, dout);
     ptx::hold(flat(ds));
-    ptx::hold(flat<Traits::kDepth / 8>(dk));
+    ptx::hold(flat<kD>(dk));
     ptx::wgmma_fence();
-    begin_output<Element, Traits::kDepth / 8>(dk, ds, q);
-#if RED == 2
-    if (n > 0) add_fragments<kQ>(dq_sums + i64(before) * (kColumns * Traits::kDepth), dq);
-#endif
+    begin_output<Element, kD>(dk, ds, q);
     ptx::wgmma_wait<1>();
-    ptx::hold(flat<Traits::kDepthV / 8>(dv));
+    ptx::hold(flat<kV>(dv));
     ptx::hold(flat(p));
     shared.dout_pipeline.release(slot);
-    before = at.index;
-    at.advance(block.tiles, per_head);
     ptx::wgmma_wait<0>();
-    ptx::hold(flat<Traits::kDepth / 8>(dk));
+    ptx::hold(flat<kD>(dk));
     ptx::hold(flat(ds));
     shared.q_pipeline.release(slot);
+
+    dq_to += i64(skipped + 1) * (kColumns * Traits::kDepth);
+    skipped = 0;
+    query0 += kColumns;
+    if (--left == 0) {  // on to the next head
+      left = uniform(block.tiles.end - block.tiles.begin);
+      query0 = uniform(block.tiles.begin) * kColumns;
+      skipped = query_tiles<Traits>(params) - left;
+    }
   }
   if (count > 0) {
-    const auto slot_before = slot_of<Traits::kStages>(count - 1);
-    shared.ds_pipeline.wait(slot_before);
     Sums<kQ> dq;
-    ptx::hold(flat<kQ>(dq));
-    ptx::wgmma_fence();
-    begin_dq<Element, kQ>(dq, shared.ds[slot_before.stage], part.row, shared.k, part.channel);
+    begin_dq_in(dq, slot_of<kStages>(count - 1));
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kQ>(dq));
-    add_fragments<kQ>(dq_sums + i64(before) * (kColumns * Traits::kDepth), dq);
+    add_dq<kQ>(dq_to, dq);
   }
-  store_gradients<Traits>(params, maps, shared, block, group, dk, dv);
+  store_gradients<Traits>(params, maps, shared, group, dk, dv);
 }
 
 }  // namespace wgmma

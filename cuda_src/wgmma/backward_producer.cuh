@@ -19,7 +19,8 @@ CUPY_FLASH_DEVICE void load_backward(const Params<Traits::kBatchAxes>& params,
   const Terms* const terms =
       static_cast<const Terms*>(params.row_terms) + block.heads_before(params) * per_head;
 
-  QueryTile at(block.tiles);
+  QueryTile at = QueryTile::before_first(block.tiles);
+  at.advance(block.tiles, per_head);
   Slot<Traits::kStages> slot;
   const auto load_queries = [&]() {
     auto& full = shared.q_pipeline.acquire(slot, Storage::TileQ::kBytes + int(sizeof(Terms)));
@@ -30,9 +31,10 @@ CUPY_FLASH_DEVICE void load_backward(const Params<Traits::kBatchAxes>& params,
   };
   const auto load_dout = [&]() {
     auto& full = shared.dout_pipeline.acquire(slot, Storage::TileO::kBytes);
-    load_panels(shared.dout[slot.stage], maps.dout, full,
-                Position(params.dout_strides, block.batch, block.first_head_q + at.index / per_head),
-                at.tile * Traits::kColumns);
+    load_panels(
+        shared.dout[slot.stage], maps.dout, full,
+        Position(params.dout_strides, block.batch, block.first_head_q + at.index / per_head),
+        at.tile * Traits::kColumns);
     at.advance(block.tiles, per_head);
     slot.advance();
   };

@@ -41,8 +41,12 @@ struct KeyBlock {
   // 0 * NaN. What lies past their end is zeros already.
   Range keys;
   Range queries;
+  float* dq_sums;  // of these heads
+  float to_exponent;
   // Of a warpgroup: first queries of tiles all of whose pairs are seen.
   Range clear[Traits::kConsumers];
+  // The same of those that need no clearing of rows either.
+  Range plain[Traits::kConsumers];
 
   // Heads come in sections that the L2 cache has room for; in each, the first keys come first,
   // which under a causal mask most queries see.
@@ -69,9 +73,14 @@ struct KeyBlock {
     count = group * (tiles.end - tiles.begin);
     keys = up_to_end(band.keys_of(0, seqlen.q), params.seqlen_k);
     queries = up_to_end(band.queries_of(0, seqlen.k), params.seqlen_q);
+    dq_sums = static_cast<float*>(params.dq_sums) +
+              heads_before(params) * params.dq_row_tiles * (16 * Traits::kDepth);
+    to_exponent = Logits<Traits>::to_exponent(params);
 #pragma unroll 1
     for (int g = 0; g < Traits::kConsumers; ++g) {
       clear[g] = clear_queries(band, row0 + g * kGroupRows);
+      plain[g] = {max_of(clear[g].begin, queries.begin),
+                  min_of(clear[g].end, queries.end - Traits::kColumns + 1)};
     }
   }
 
@@ -106,7 +115,9 @@ struct QueryTile {
   int tile;   // of its head
   int index;  // among all tiles of the heads that read the keys
 
-  CUPY_FLASH_DEVICE explicit QueryTile(const Range& tiles) : tile(tiles.begin), index(tile) {}
+  CUPY_FLASH_DEVICE static QueryTile before_first(const Range& tiles) {
+    return {tiles.begin - 1, tiles.begin - 1};
+  }
 
   CUPY_FLASH_DEVICE void advance(const Range& tiles, int per_head) {
     ++index;

@@ -63,8 +63,11 @@ template <int kThreads, class Element, int kRows, int kColumns>
 CUPY_FLASH_DEVICE void clear_rows(Panels<Element, kRows, kColumns>& tile, int row0,
                                   const Range& kept) {
   constexpr int kPerRow = Panels<Element, kRows, kColumns>::kCount * kPanelColumns / 8;
-#pragma unroll 1
-  for (int i = threadIdx.x % kThreads; i < kRows * kPerRow; i += kThreads) {
+  static_assert(kRows * kPerRow % kThreads == 0, "all lanes make the same rounds");
+  // Unrolled, because after a loop the compiler no longer knows that descriptors are uniform.
+#pragma unroll
+  for (int first = 0; first < kRows * kPerRow; first += kThreads) {
+    const int i = first + threadIdx.x % kThreads;
     const int row = i / kPerRow;
     if (!mma::contains(kept, row0 + row)) {
       write_pack<Element, 8>(tile.pack_at(row, i % kPerRow * 8), {});

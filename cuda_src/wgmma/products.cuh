@@ -42,9 +42,9 @@ CUPY_FLASH_DEVICE void begin_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
   const u64 right = k.along_depth(0);
 #pragma unroll
   for (int channel = 0; channel < kDepth; channel += 16) {
-    ptx::wgmma_ss<Element, 8 * kN, false>(flat<kN>(s), left + TileQ::channel_step(channel),
-                                          right + TileK::channel_step(channel),
-                                          kAccumulate || channel != 0);
+    ptx::wgmma_ss<Element, 8 * kN, false>(
+        flat<kN>(s), ptx::wgmma_advance(left, TileQ::channel_step(channel)),
+        ptx::wgmma_advance(right, TileK::channel_step(channel)), kAccumulate || channel != 0);
   }
   ptx::wgmma_commit();
 }
@@ -75,34 +75,35 @@ CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], 
   const u64 right = v.across_depth();
 #pragma unroll
   for (int t = 0; t < kFragments; ++t) {
-    ptx::wgmma_rs<Element, 8 * kO, true>(flat<kO>(o), p[t], right + TileV::row_step(16 * t), true);
+    ptx::wgmma_rs<Element, 8 * kO, true>(flat<kO>(o), p[t],
+                                         ptx::wgmma_advance(right, TileV::row_step(16 * t)), true);
   }
   ptx::wgmma_commit();
 }
 
-// Begins dQ = dS K, for 64 rows of dS from `row` on and 8 kN channels of K from `channel` on, a
-// multiple of 64 unless there are no more than those of one panel.
-template <class Element, int kN, class TileS, class TileK>
-CUPY_FLASH_DEVICE void begin_dq(Sums<kN>& dq, TileS& ds, int row, TileK& k, int channel) {
-  const u64 left = ds.along_depth(row);
-  const u64 right = k.across_depth() + TileK::channel_step(channel);
+// Begins dQ = dS K, with the 64 rows of dS and the 8 kN channels of K that descriptors tell.
+template <class Element, class TileS, class TileK, int kN>
+CUPY_FLASH_DEVICE void begin_dq(Sums<kN>& dq, u64 ds, u64 k) {
 #pragma unroll
   for (int key = 0; key < TileK::kRows; key += 16) {
-    ptx::wgmma_ss<Element, 8 * kN, true>(flat<kN>(dq), left + TileS::channel_step(key),
-                                         right + TileK::row_step(key), key != 0);
+    ptx::wgmma_ss<Element, 8 * kN, true>(flat<kN>(dq),
+                                         ptx::wgmma_advance(ds, TileS::channel_step(key)),
+                                         ptx::wgmma_advance(k, TileK::row_step(key)), key != 0);
   }
   ptx::wgmma_commit();
 }
 
-// Writes weights whose rows are keys, from `row` on for this warp, into a tile whose rows are
+// Writes a warpgroup's weights, whose rows are keys, from `row` on, into a tile whose rows are
 // queries.
 template <int kN, class TileS>
 CUPY_FLASH_DEVICE void write_transposed(TileS& tile, const Weights<kN>& weights, int row) {
-  const int lane = threadIdx.x % kWarpSize;
+  const int thread = ptx::opaque(int(threadIdx.x)) % kWarpgroup;
+  const int lane = thread % kWarpSize;
 #pragma unroll
   for (int t = 0; t < kN / 2; ++t) {
-    ptx::stmatrix_transposed(
-        tile.address(16 * t + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8), weights[t]);
+    ptx::stmatrix_transposed(tile.address(16 * t + lane / 16 * 8 + lane % 8,
+                                          row + thread / kWarpSize * 16 + lane / 8 % 2 * 8),
+                             weights[t]);
   }
 }
 
