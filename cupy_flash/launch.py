@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import random
-from collections.abc import Callable, Mapping
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
@@ -31,13 +33,26 @@ from .validate import (
 )
 
 _REMEMBERED = 64
-# Tensor maps of so many places are kept for one kind of call: a model's layers, each
-# with its own arrays, take turns. They are 0.5 KB each.
-_MAPS_REMEMBERED = 1024
-# Launches that count claims do it from numbers that lie far apart, wherever in 64 bits
-# the first one is: multiples of the golden ratio.
-_LAUNCHES = itertools.count(random.getrandbits(64))
+# Tensor maps of so many places are kept for all kinds of calls together: a model's
+# layers, each with its own arrays, take turns. They are 1 KB each, with their key.
+_MAPS_REMEMBERED = 4096
+_MAPPED: deque[tuple[dict, tuple[int, ...]]] = deque()  # where, from the oldest on
 _STEP = 0x9E3779B97F4A7C15
+
+
+class _Launches(threading.local):
+    """Numbers of the launches that count claims.
+
+    What one left in memory must not look like a claim of another that gets the memory
+    after it. So numbers lie far apart: multiples of the golden ratio. Each thread has
+    its own, from 64 random bits on, as itertools.count isn't made for threads at once.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(secrets.randbits(64))
+
+
+_LAUNCHES = _Launches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class _Prepared:
     """Everything about a call that doesn't depend on addresses.
 
     `given` names the outputs that came with the call; `mapped` takes the addresses
-    on which the tensor maps depend.
+    on which the tensor maps depend; `claimed` tells whether tiles are claimed.
     """
 
     problem: Problem
@@ -56,6 +71,7 @@ class _Prepared:
     spans: Mapping[str, tuple[int, int]]
     given: tuple[str, ...]
     mapped: Callable[[Mapping[str, int]], tuple[int, ...]]
+    claimed: bool
     launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
     apart: set[tuple[Any, ...]] = field(default_factory=set)
     maps: dict[tuple[int, ...], ctypes.Array] = field(default_factory=dict)
@@ -70,9 +86,11 @@ class _Prepared:
                 for m in self.plan.maps
             )
             maps = ctypes.create_string_buffer(encoded, len(encoded))
-            if len(self.maps) >= _MAPS_REMEMBERED:
-                self.maps.clear()
             self.maps[key] = maps
+            _MAPPED.append((self.maps, key))
+            if len(_MAPPED) > _MAPS_REMEMBERED:
+                kept, oldest = _MAPPED.popleft()
+                kept.pop(oldest, None)  # two threads may have made it at once
         return maps
 
     def load(self, device: Device) -> None:
@@ -99,7 +117,7 @@ def _prepare(
     is a legal `causal`.
     """
     options = Options(*fields)
-    infos = dict(zip(names, starmap(ArrayInfo, layouts), strict=True))
+    infos = _infos(names, layouts)
     problem = make_problem(infos, options)
     plan = make_plan(problem, device.info)
     outputs = tuple(
@@ -108,7 +126,8 @@ def _prepare(
     )
     spans = {name: _span(info) for name, info in infos.items() if 0 not in info.shape}
     present = {*names, *problem.outputs, *[entry.name for entry in plan.workspace]}
-    if "claims" in present:
+    claimed = "claims" in present
+    if claimed:
         present.add("first_claim")
     template = make_template(
         problem,
@@ -119,7 +138,9 @@ def _prepare(
     )
     given = tuple([name for name in problem.outputs if name in infos])
     mapped = selector([entry.name for entry in plan.maps])
-    return _Prepared(problem, plan, template, outputs, infos, spans, given, mapped)
+    return _Prepared(
+        problem, plan, template, outputs, infos, spans, given, mapped, claimed
+    )
 
 
 def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, ...]:
@@ -129,13 +150,8 @@ def run(device: Device, arrays: dict[str, Any], options: Options) -> tuple[Any, 
         window = tuple(window)
         options = options._replace(window=window)
     types = tuple(map(type, window)) if isinstance(window, tuple) else ()
-    pointer = device.pointer
-    addresses: dict[str, int] = {}
-    layouts = []
-    for name, array in arrays.items():
-        addresses[name] = address = pointer(array)
-        layouts.append((array.shape, array.strides, array.dtype, address & 15))
-    kind = (device, tuple(arrays), tuple(layouts), types) + options
+    addresses, layouts = _places(arrays, device.pointer)
+    kind = (device, tuple(arrays), layouts, types) + options
     try:
         prepared = _prepare(*kind)
     except TypeError as error:
@@ -182,14 +198,30 @@ def _launch(
             device.clear(workspace[-1])
     for name in plan.cleared:
         device.clear(results[prepared.problem.outputs.index(name)])
-    if "claims" in addresses:
-        addresses["first_claim"] = next(_LAUNCHES) * _STEP % 2**64
+    if prepared.claimed:
+        addresses["first_claim"] = next(_LAUNCHES.numbers) * _STEP % 2**64
     arguments = (prepared.template.fill(addresses),)
     if plan.maps:
         arguments += (prepared.tensor_maps(device, addresses),)
     for launch in prepared.launches:
         device.launch(*launch, *arguments)
     return tuple(results)
+
+
+def _places(
+    arrays: Mapping[str, Any], pointer: Callable[[Any], int]
+) -> tuple[dict[str, int], tuple[tuple, ...]]:
+    """Return the addresses of arrays, and the fields of each one's `ArrayInfo`."""
+    addresses: dict[str, int] = {}
+    layouts = []
+    for name, array in arrays.items():
+        addresses[name] = address = pointer(array)
+        layouts.append((array.shape, array.strides, array.dtype, address & 15))
+    return addresses, tuple(layouts)
+
+
+def _infos(names: Iterable[str], layouts: tuple[tuple, ...]) -> dict[str, ArrayInfo]:
+    return dict(zip(names, starmap(ArrayInfo, layouts), strict=True))
 
 
 def _span(info: ArrayInfo) -> tuple[int, int]:
@@ -267,11 +299,8 @@ def explain(
             "device='sm_90'"
         )
     pointer = _host_pointer if owner is None else owner.pointer
-    infos = {
-        name: ArrayInfo(array.shape, array.strides, array.dtype, pointer(array) & 15)
-        for name, array in arrays.items()
-    }
-    return plan_call(infos, options, info)
+    _, layouts = _places(arrays, pointer)
+    return plan_call(_infos(arrays, layouts), options, info)
 
 
 def plan_call(

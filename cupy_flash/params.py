@@ -88,10 +88,11 @@ def merge_batch_axes(problem: Problem) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The struct without its head.
+    """The struct of a call, but for the addresses and `first_claim` at its begin.
 
-    `select` takes the numbers of the head that aren't 0 out of those of a call, in
-    the order in which `head` packs them.
+    `blank` is the whole struct with zeros there, `memory` the type of a copy. `select`
+    takes what a call fills in out of a mapping by name, in the order in which `head`
+    packs it; fields of what the call doesn't have stay 0.
     """
 
     blank: bytes
@@ -100,7 +101,7 @@ class Template:
     head: struct.Struct
 
     def fill(self, numbers: Mapping[str, int]) -> ctypes.Array:
-        """Return the struct with the addresses of a call, and its `first_claim`."""
+        """Return a copy with the addresses of a call, and its `first_claim` if any."""
         filled = self.memory.from_buffer_copy(self.blank)
         self.head.pack_into(filled, 0, *self.select(numbers))
         return filled

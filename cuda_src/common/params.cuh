@@ -44,7 +44,8 @@ struct Params {
   void* dq_sums;        // workspace: dq before scaling, in the order of mma fragments
   void* row_terms;      // workspace: lse and delta of each query, as wgmma takes them
   void* claims;         // workspace: counts the tiles that blocks claim beside their first
-  u64 first_claim;      // what it counts from, a number that no other launch has
+  u64 first_claim;      // what it counts from: another number for each launch, but for replays of a
+                        // graph, which find the counter where the last claim left it
 
   SequenceStrides<kBatchAxes> q_strides;
   SequenceStrides<kBatchAxes> k_strides;

@@ -98,18 +98,17 @@ struct Schedule {
   CUPY_FLASH_DEVICE u64 claims_before() const {
     u64* const counter = static_cast<u64*>(params.claims);
     const u64 total = u64(count());
-    u64 before = atomicAdd(counter, u64(1)) - params.first_claim;
-    u64 shown = before + 1;
-    while (before >= total) {
-      // Nobody had claimed. Either this is the first claim, or somebody was faster, or the counter
-      // was changed by another that found the same.
-      const u64 found = atomicCAS(counter, params.first_claim + shown, params.first_claim + 1) -
-                        params.first_claim;
-      if (found == shown) return 0;
-      if (found < total) before = atomicAdd(counter, u64(1)) - params.first_claim;
-      shown = found;
-    }
-    return before;
+    const u64 before = atomicAdd(counter, u64(1)) - params.first_claim;
+    if (before < total) return before;
+    // Nobody had claimed. The first claim is that of the last block to add to what was there: it
+    // alone finds its own sum. The others wait for it, and claim anew.
+    const u64 own = params.first_claim + before + 1;
+    u64 found;
+    do {
+      found = atomicCAS(counter, own, params.first_claim + 1);
+      if (found == own) return 0;
+    } while (found - params.first_claim >= total);
+    return atomicAdd(counter, u64(1)) - params.first_claim;
   }
 };
 

@@ -7,10 +7,13 @@ the kernels are given: every address and stride, the grids and the workspace.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
+import subprocess
+import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,6 +254,26 @@ def check_map(found: tensor_map.Map, view: np.ndarray, moved: int) -> None:
 
 def names(launches: Sequence[Launch]) -> list[str]:
     return [found.spec.kernel for found in launches]
+
+
+def at_once(threads: int, work: Callable[[], object]) -> None:
+    """Do the same in several threads, which begin together."""
+    barrier = threading.Barrier(threads)
+    failures: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            barrier.wait(10)
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=begin) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not failures
 
 
 def on(device: RecordingDevice, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -791,6 +814,29 @@ def test_no_two_launches_count_the_same_numbers() -> None:
     assert min(apart) > 2**40
 
 
+def test_no_two_threads_count_the_same_numbers() -> None:
+    device = RecordingDevice(GPUS["wgmma"])
+    arrays = on(device, example(sq=20000, dtype=DTYPES["fp16"]).arrays)
+    flash_attention(**arrays)
+    at_once(8, lambda: [flash_attention(**arrays) for _ in range(20)])
+    assert len(device.launches) == 8 * 20 + 1
+    first = sorted(int(x.fields["first_claim"]) for x in device.launches)
+    assert min(b - a for a, b in itertools.pairwise(first)) > 2**24  # tiles of a call
+
+
+def test_the_import_draws_no_random_numbers() -> None:
+    """A program that seeded them gets those that it would get without us."""
+    code = """
+import random
+random.seed(5)
+before = random.getstate()
+import cupy_flash
+import cupy_flash.launch
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_tensor_maps_are_made_once_for_each_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -820,6 +866,42 @@ def test_tensor_maps_are_made_once_for_each_address(
     # Where nothing is launched there may be no address.
     flash_attention(**on(device, example(dtype=DTYPES["fp16"], sq=0).arrays))
     assert not made
+
+
+def test_tensor_maps_of_all_kinds_share_one_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = RecordingDevice(GPUS["wgmma"])
+    made: list[int] = []
+    encode = device.tensor_map
+
+    def counting(pointer: int, *rest: Any) -> bytes:
+        made.append(pointer)
+        return encode(pointer, *rest)
+
+    monkeypatch.setattr(device, "tensor_map", counting)
+    monkeypatch.setattr(launch, "_MAPS_REMEMBERED", 3)
+    monkeypatch.setattr(launch, "_MAPPED", deque())
+    calls = []
+    for sq in (5, 6, 7, 8):
+        like = example(sq=sq, dtype=DTYPES["fp16"])
+        out = device.array(np.zeros(output_shape(like), np.float16))
+        calls.append(on(device, like.arrays) | {"out": out})
+    moved = calls[0] | {"k": device.array(np.zeros_like(calls[0]["k"]))}
+
+    def makes(arrays: dict[str, Any]) -> bool:
+        made.clear()
+        flash_attention(**arrays)
+        return bool(made)
+
+    first, second, third, fourth = calls
+    assert all(map(makes, calls[:3])) and not any(map(makes, calls[:3]))
+    assert makes(fourth)  # in place of the first, which is the oldest
+    assert not any(map(makes, calls[1:]))
+    assert makes(moved)  # in place of the second
+    assert not any(map(makes, (third, fourth, moved)))
+    assert makes(first) and makes(second)
+    assert len(launch._MAPPED) == 3
 
 
 def test_memory_is_linear_in_the_sequence(device: RecordingDevice) -> None:
@@ -961,23 +1043,7 @@ def test_many_threads_at_once() -> None:
     """The first calls of a kind may come at the same time."""
     device = RecordingDevice()
     arrays = on(device, example().arrays)
-    barrier = threading.Barrier(8)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            barrier.wait(10)
-            for _ in range(20):
-                flash_attention(**arrays)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(8, lambda: [flash_attention(**arrays) for _ in range(20)])
     assert len(device.launches) == 8 * 20
     assert {x.fields["q"] for x in device.launches} == {device.pointer(arrays["q"])}
     outs = [int(x.fields["out"]) for x in device.launches]
