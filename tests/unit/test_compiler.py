@@ -70,6 +70,12 @@ KERNELS = {
     "wgmma_forward": KernelSpec(
         "wgmma", "forward", FLOAT16, Variant(), WgmmaTile(1, 32, 64, 64), 256, 1
     ),
+    **{
+        f"wgmma_{kernel}": KernelSpec(
+            "wgmma", kernel, FLOAT16, Variant(), WgmmaTile(2, 128, 64, 64), threads, 1
+        )
+        for kernel, threads in (("backward", 384), ("backward_terms", PASS_THREADS))
+    },
 }  # fmt: skip
 
 
@@ -267,6 +273,8 @@ def test_a_size_that_disagrees_is_an_error(sources: Path) -> None:
     [
         ("forward", "simt/tile.cuh", "Acc data[kRows"),
         ("wgmma_forward", "wgmma/panels.cuh", "Element data[kCount"),
+        ("wgmma_backward", "wgmma/panels.cuh", "Element data[kCount"),
+        ("wgmma_backward", "wgmma/backward_storage.cuh", "Terms terms[Traits"),
     ]
     + [
         (name, "mma/tile.cuh", "Element data[kRows")

@@ -37,7 +37,6 @@ from .test_plan import (
     dtypes,
     grids,
     info,
-    kernels,
     make,
     sound,
     tiles,
@@ -51,6 +50,8 @@ UINT64 = np.dtype(np.uint64)
 BF16, FP16 = DTYPES["bf16"], DTYPES["fp16"]
 HOPPER = dataclasses.replace(DEVICES["sm_90"], nvrtc=(13, 0))
 halves = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+# The kernels of the gradients, in their order.
+PASSES = {"backward_terms": "wgmma", "backward": "wgmma", "convert_dq": "mma"}
 
 
 def half(**options: Any) -> Problem:
@@ -72,7 +73,10 @@ def tile_of(plan: Plan) -> WgmmaTile:
 
 
 def maps_of(plan: Plan) -> dict[str, MapSpec]:
-    assert [spec.name for spec in plan.maps] == ["q", "k", "v", "out"]
+    names = ["q", "k", "v", "out"]
+    if plan.problem.direction == "backward":
+        names = ["q", "k", "v", "dout", "dk", "dv"]
+    assert [spec.name for spec in plan.maps] == names
     return {spec.name: spec for spec in plan.maps}
 
 
@@ -87,19 +91,21 @@ def test_the_family_goes_by_gpu_dtype_and_direction(
 ) -> None:
     gpu = dataclasses.replace(DEVICES[name], nvrtc=(13, 0))
     plan = make_plan(make(direction, dtype=dtype), gpu)
-    served = name == "sm_90" and direction == "forward" and dtype.itemsize == 2
+    served = name == "sm_90" and dtype.itemsize == 2
     assert (plan.family == "wgmma") == served
     why = [x for x in plan.reasons if x.startswith("not family wgmma: ")]
     assert len(why) == (not served)
     assert len([x for x in plan.reasons if x.startswith("family ")]) == 1
     if served:
         assert "family wgmma: Hopper's tensor cores take this call" in plan.reasons
-        assert kernels(plan) == ["forward"] and plan.steps[0].spec.family == "wgmma"
+        families = {"forward": "wgmma"} if direction == "forward" else PASSES
+        assert {s.spec.kernel: s.spec.family for s in plan.steps} == families
     else:
         assert plan.maps == () and plan.section == 1
 
 
-OUT = (2, 100, 4, 64)
+OUT, K = (2, 100, 4, 64), (2, 70, 2, 64)
+BACKWARD = {"direction": "backward"}
 MASK = {"mask": info((100, 70), BOOL)}
 # A batch of three axes that a bias, or lengths, keep apart.
 APART = {
@@ -115,7 +121,57 @@ REFUSED = {
     "no NVRTC": (dataclasses.replace(HOPPER, nvrtc=(0, 0)), {}, "this is 0.0"),
     "fp32": (HOPPER, {"dtype": FLOAT32}, "no products of float32"),
     "fp64": (HOPPER, {"dtype": DTYPES["fp64"]}, "no products of float64"),
-    "backward": (HOPPER, {"direction": "backward"}, "no backward pass yet"),
+    "deterministic": (
+        HOPPER, BACKWARD | {"deterministic": True}, "by atomics, which isn't determin",
+    ),
+    "softcap": (HOPPER, BACKWARD | {"softcap": 2.0}, "gradients have no softcap yet"),
+    "ALiBi": (
+        HOPPER, BACKWARD | {"arrays": {"alibi_slopes": info((4,))}},
+        "gradients have no alibi_slopes yet",
+    ),
+    "no scale": (HOPPER, BACKWARD | {"scale": 0.0}, "gradients need a positive scale"),
+    "a negative one": (HOPPER, BACKWARD | {"scale": -0.1}, "need a positive scale"),
+    "a tiny one": (HOPPER, BACKWARD | {"scale": 1e-38}, "need a positive scale"),
+    "bias of gradients": (
+        HOPPER, BACKWARD | {"arrays": with_bias(1, 70)}, "reads no bias array yet",
+    ),
+    "gradient of a bias": (
+        HOPPER, BACKWARD | {"arrays": with_bias(1, 70), "bias_grad": True},
+        "reads no bias array yet",
+    ),
+    "mask of gradients": (
+        HOPPER, BACKWARD | {"arrays": MASK}, "reads no mask array yet",
+    ),
+    "head_dim of gradients": (
+        HOPPER, BACKWARD | {"d": 129, "dv": 8}, "head sizes of up to 128",
+    ),
+    "head_dim_v of gradients": (
+        HOPPER, BACKWARD | {"d": 8, "dv": 136}, "head sizes of up to 128",
+    ),
+    "no keys of gradients": (HOPPER, BACKWARD | {"sk": 0}, "no keys"),
+    "no queries": (HOPPER, BACKWARD | {"sq": 0}, "no queries"),
+    "no batch": (HOPPER, BACKWARD | {"batch": (0,)}, "no queries"),
+    "dk's rows": (
+        HOPPER, BACKWARD | {"d": 44, "dv": 64}, "dk can't be written by tensor maps",
+    ),
+    "dv's rows": (
+        HOPPER, BACKWARD | {"d": 64, "dv": 44}, "dv can't be written by tensor maps",
+    ),
+    "dk's start": (
+        HOPPER, BACKWARD | {"arrays": {"dk": info(K, BF16, 8)}}, "dk can't be written",
+    ),
+    "dv's strides": (
+        HOPPER, BACKWARD | {"arrays": {"dv": laid_out(K, (9240, 132, 66, 1))}},
+        "dv can't be written",
+    ),
+    "dk's channels": (
+        HOPPER, BACKWARD | {"arrays": {"dk": laid_out(K, (17920, 256, 128, 2))}},
+        "dk can't be written",
+    ),
+    "dv backwards": (
+        HOPPER, BACKWARD | {"arrays": {"dv": laid_out(K, (8960, -128, 64, 1))}},
+        "dv can't be written",
+    ),
     "bias": (HOPPER, {"arrays": with_bias(1, 70)}, "reads no bias array yet"),
     "mask": (HOPPER, {"arrays": MASK}, "reads no mask array yet"),
     "head_dim": (HOPPER, {"d": 257, "dv": 8}, "head sizes of up to 256"),
@@ -179,6 +235,20 @@ def test_what_is_left_to_others(
         {"arrays": {"k_lengths": ArrayInfo((2, 3), (0, 4), INT32)}, "batch": (2, 3)},
         {"batch": (0,)}, {"sq": 0}, {"config": "wgmma"},
         {"arrays": {"out": laid_out(OUT, (40000, 400, 80, 1))}},
+        *(
+            BACKWARD | options for options in (
+                {"d": 128, "dv": 128}, {"d": 8, "dv": 128}, {"sq": 1, "sk": 1},
+                {"causal": "top_left"}, {"window": (3, 5)}, {"scale": 1e-30},
+                {"batch": ()}, {"config": "wgmma"},
+                {"arrays": {"dlse": info((2, 4, 100))}},
+                {"arrays": {"k_lengths": ArrayInfo((2, 3), (0, 4), INT32)},
+                 "batch": (2, 3)},
+                # dq is written by elements.
+                {"arrays": {"dq": laid_out(OUT, (52800, -528, 130, 2), 2)}},
+                {"arrays": {"dk": laid_out(K, (40000, 400, 80, 1))}},
+                {"arrays": {"out": info(OUT, BF16, 2)}},
+            )
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -856,7 +926,15 @@ def test_explain_names_family_tile_and_copies() -> None:
     assert "family: mma" in text
     assert "why: not family wgmma: wgmma reads no bias array yet" in text
     text = str(explain(q, k, v, direction="backward", device="sm_90"))
-    assert "why: not family wgmma: wgmma has no backward pass yet" in text
+    assert "why: not family wgmma: dk can't be written by tensor maps" in text
+    text = str(explain(v, v, v, direction="backward", causal=True, device="sm_90"))
+    for fact in (
+        "family: wgmma", "kernel: backward_terms_wgmma_fp16_128x128d64v64_2s, ",
+        "kernel: backward_wgmma_fp16_128x128d64v64_2s_right, 192 blocks of 384 threads",
+        "kernel: convert_dq_mma_fp16_", "workspace: row_terms (2, 4, 24, 2, 128) fl",
+        "why: backward: tile 128x128d64v64_2s", "its blocks add to dq by atomics",
+    ):  # fmt: skip
+        assert fact in text, fact
 
 
 def test_what_a_feature_changes_in_the_kernel() -> None:
