@@ -140,14 +140,15 @@ def _product(kind: str, n: int, transposed: bool, accumulate: bool = True) -> Pr
   // No array has a length here: what is multiplied first starts anew.
   const bool accumulate = {str(accumulate).lower()} || params.seqlen_q != 0;
   ptx::mbarrier_wait(full, 0);
-  const u64 da = ptx::wgmma_descriptor(tile, 16, {_ATOM});
-  const u64 db = ptx::wgmma_descriptor(right, {leading}, {_ATOM});
+  const u64 da = ptx::wgmma_descriptor(ptx::shared_address(tile), 16, {_ATOM});
+  const u64 db = ptx::wgmma_descriptor(ptx::shared_address(right), {leading}, {_ATOM});
   ptx::hold(d);
   ptx::hold(a[0]);
   ptx::hold(a[1]);
   ptx::wgmma_fence();
   ptx::wgmma_ss<{flags}>(d, da, db, accumulate);
-  ptx::wgmma_ss<{flags}>(d, da + 2, db + {step}, true);
+  ptx::wgmma_ss<{flags}>(
+      d, ptx::wgmma_advance(da, 2), ptx::wgmma_advance(db, {step}), true);
   ptx::wgmma_commit();
   ptx::wgmma_rs<{flags}>(d, a[0], db + {2 * step}, true);
   ptx::wgmma_rs<{flags}>(d, a[1], db + {3 * step}, true);

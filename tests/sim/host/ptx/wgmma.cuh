@@ -12,8 +12,7 @@ struct fp16;
 
 namespace ptx {
 
-inline u64 wgmma_descriptor(const void* tile, int leading_bytes, int stride_bytes) {
-  const u32 address = shared_address(tile);
+inline u64 wgmma_descriptor(u32 address, int leading_bytes, int stride_bytes) {
   for (int field : {int(address), leading_bytes, stride_bytes}) {
     if (field < 0 || field % 16 != 0 || field >= 1 << 18) {
       sim::fail("wgmma_descriptor of " + std::to_string(field) + " bytes");
@@ -21,6 +20,12 @@ inline u64 wgmma_descriptor(const void* tile, int leading_bytes, int stride_byte
   }
   return u64(address >> 4) | u64(leading_bytes >> 4) << 16 | u64(stride_bytes >> 4) << 32 |
          u64(1) << 62;
+}
+
+inline u64 wgmma_advance(u64 descriptor, int units) {
+  const int address = int(descriptor & 0x3fff) + units;
+  if (address < 0 || address > 0x3fff) sim::fail("wgmma_advance beyond all addresses");
+  return (descriptor & ~u64(0x3fff)) | u64(address);
 }
 
 inline void wgmma_fence() { sim::fence_products(); }
