@@ -140,8 +140,8 @@ def _product(kind: str, n: int, transposed: bool, accumulate: bool = True) -> Pr
   // No array has a length here: what is multiplied first starts anew.
   const bool accumulate = {str(accumulate).lower()} || params.seqlen_q != 0;
   ptx::mbarrier_wait(full, 0);
-  const u64 da = ptx::wgmma_descriptor(ptx::shared_address(tile), 16, {_ATOM});
-  const u64 db = ptx::wgmma_descriptor(ptx::shared_address(right), {leading}, {_ATOM});
+  const u64 da = ptx::wgmma_descriptor(tile, 16, {_ATOM});
+  const u64 db = ptx::wgmma_descriptor(right, {leading}, {_ATOM});
   ptx::hold(d);
   ptx::hold(a[0]);
   ptx::hold(a[1]);

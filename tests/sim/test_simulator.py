@@ -137,12 +137,11 @@ _PIPELINE = """
     }
     float d[16] = {};
     ptx::mbarrier_wait(s.loaded, 0);
-    const u64 left = ptx::wgmma_descriptor(ptx::shared_address(s.a), 16, 1024);
+    const u64 left = ptx::wgmma_descriptor(s.a, 16, 1024);
     for (int t = 0; t < 3; ++t) {
       const int stage = t % 2;
       ptx::mbarrier_wait(s.full[stage], t / 2 % 2);
-      const u32 b = ptx::shared_address(s.b[stage]);
-      const u64 right = ptx::wgmma_descriptor(b, 16, 1024);
+      const u64 right = ptx::wgmma_descriptor(s.b[stage], 16, 1024);
       ptx::hold(d);
       ptx::wgmma_fence();
       for (int k = 0; k < 3; ++k) {
@@ -257,7 +256,8 @@ _STORE = "ptx::bulk_commit();\n      ptx::bulk_wait_read<0>();"
           "if (warp < 3) ptx::registers_increase<240>();"}, "different things"),
         # Addresses.
         ({"right + 6, true": "right + 8, true"}, "amid eight swizzled rows"),
-        ({"(s.b[stage]);": "(s.b[stage] + 4);"}, "amid eight swizzled rows"),
+        ({"wgmma_descriptor(s.b[stage], 16, 1024)":
+          "wgmma_descriptor(s.b[stage] + 4, 16, 1024)"}, "amid eight swizzled rows"),
         ({"(s.b[stage], maps": "(s.b[stage] + 4, maps"}, "isn't a multiple of 1024"),
         ({"s.full[stage], 0, 32 * t, 0, 0)": "s.full[stage], 0, 32 * t, 0, 0, 0)"},
          "5 coordinates and a map of 4 axes"),

@@ -12,7 +12,8 @@ struct fp16;
 
 namespace ptx {
 
-inline u64 wgmma_descriptor(u32 address, int leading_bytes, int stride_bytes) {
+inline u64 wgmma_descriptor(const void* tile, int leading_bytes, int stride_bytes) {
+  const u32 address = shared_address(tile);
   for (int field : {int(address), leading_bytes, stride_bytes}) {
     if (field < 0 || field % 16 != 0 || field >= 1 << 18) {
       sim::fail("wgmma_descriptor of " + std::to_string(field) + " bytes");
