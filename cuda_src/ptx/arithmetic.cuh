@@ -13,5 +13,18 @@ CUPY_FLASH_DEVICE float min_or_nan(float a, float b) {
   return smaller;
 }
 
+// The same of each half.
+CUPY_FLASH_DEVICE u32 min_or_nan_fp16x2(u32 a, u32 b) {
+  u32 smaller;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+
+CUPY_FLASH_DEVICE u32 min_or_nan_bf16x2(u32 a, u32 b) {
+  u32 smaller;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+
 }  // namespace ptx
 }  // namespace cupy_flash

@@ -123,6 +123,22 @@ CUPY_FLASH_DEVICE int parity_after(const Weights<kN>& weights, int parity) {
   return parity ^ int(bits >> 31);
 }
 
+CUPY_FLASH_DEVICE u32 limited_to_one(u32 pair, fp16) {
+  return ptx::min_or_nan_fp16x2(pair, 0x3c003c00);
+}
+CUPY_FLASH_DEVICE u32 limited_to_one(u32 pair, bf16) {
+  return ptx::min_or_nan_bf16x2(pair, 0x3f803f80);
+}
+
+template <class Element, int kN>
+CUPY_FLASH_DEVICE void limit_to_one(Weights<kN>& weights) {
+#pragma unroll
+  for (int t = 0; t < kN / 2; ++t) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) weights[t][r] = limited_to_one(weights[t][r], Element{});
+  }
+}
+
 // dS = P (dP - delta), of P as floats or as weights.
 template <class Element, int kN>
 CUPY_FLASH_DEVICE void make_ds(Weights<kN>& ds, Sums<kN>& p, const Sums<kN>& dp) {
@@ -237,7 +253,8 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::wgmma_wait<1>();
     ptx::hold(flat<kN>(s));
 
-    // P = exp(S - lse)
+    // P = exp(S - lse), at most 1: a logit is never above its row's lse, but rounding may put it
+    // there
     if (!is_plain && !mma::contains(uniform(block.clear[group]), query0)) {
       const Mask<Traits> mask(params, block.batch, 0, block.seqlen);
       mma::hide_columns(s, mask, query0, block.row0 + group_row + 16 * Thread().warp);
@@ -248,14 +265,14 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float exponent = fma_of(s[0][j][c], to_exponent, -pair.element[c % 2]);
-        // A logit is never above its row's lse, but rounding may put it there.
-        s[0][j][c] = exp2_of(ptx::min_or_nan(exponent, 0));
+        s[0][j][c] = exp2_of(kKeepsFloats ? ptx::min_or_nan(exponent, 0) : exponent);
       }
     }
     ptx::hold(flat<kN>(s));
     Weights<kN> p, ds;
     if constexpr (!kKeepsFloats) {
       make_weights<Element, kN>(p, s);
+      limit_to_one<Element, kN>(p);
       slot_before.parity = parity_after<kN>(p, slot_before.parity);
       ptx::hold(flat(p));
     }
