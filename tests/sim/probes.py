@@ -160,6 +160,25 @@ def _convert(name: str, body: str, n: int = 4096, **keywords: Any) -> Probe:
     )  # fmt: skip
 
 
+def _smaller_halves(kind: str) -> Probe:
+    # Of all bits, with many numbers that are equal or differ in their sign alone.
+    def inputs(random: np.random.Generator) -> tuple[Array, Array]:
+        bits = random.integers(0, 2**16, (2, 8192), dtype=np.uint16)
+        bits[1, ::4] = bits[0, ::4] ^ (random.integers(0, 2, 2048) << 15)
+        bits[0, :512:2], bits[:, 1:512:4] = 0x3C00, 0x8000
+        bits[1, 3:512:4] = 0
+        low, high = bits.view(np.uint32)
+        return low, high
+
+    return Probe(
+        f"min_or_nan_{kind}x2", f"""
+  const u32 a = static_cast<const u32*>(params.q)[at];
+  const u32 b = static_cast<const u32*>(params.k)[at];
+  static_cast<u32*>(params.out)[at] = ptx::min_or_nan_{kind}x2(a, b);""",
+        inputs, (4096,), grid=32, block=128, capability=90,
+    )  # fmt: skip
+
+
 _PAIR = """
   const float low = static_cast<const float*>(params.q)[at];
   const float high = static_cast<const float*>(params.k)[at];
@@ -188,6 +207,7 @@ PROBES = (
   static_cast<float*>(params.out)[at] = ptx::min_or_nan(a, b);""",
         _pairs, (1024,), np.float32, grid=8, block=128, capability=90,
     ),
+    *(_smaller_halves(kind) for kind in ("fp16", "bf16")),
     _load_matrices("ldmatrix"),
     _load_matrices("ldmatrix_transposed"),
     _copy(4), _copy(8), _copy(16),

@@ -72,6 +72,19 @@ def test_the_smaller_of_two_is_that_of_numpy() -> None:
     np.testing.assert_array_equal(np.signbit(got[zero]), signs[zero])
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_the_smaller_halves_are_those_of_numpy(kind: str) -> None:
+    name = f"min_or_nan_{kind}x2"
+    with np.errstate(invalid="ignore"):  # of NaN that signals
+        a, b = (widen(x.view("u2"), kind) for x in _BY_NAME[name].arrays())
+    got = widen(results()[name].view("u2"), kind)
+    assert np.isnan(got).any() and (got == 0).any()
+    np.testing.assert_array_equal(got, np.minimum(a, b))
+    zero = got == 0
+    signs = np.signbit(a) & (a <= 0) | np.signbit(b) & (b <= 0)
+    np.testing.assert_array_equal(np.signbit(got[zero]), signs[zero])
+
+
 def test_matrices_are_transposed() -> None:
     fragments, rows = _BY_NAME["stmatrix_transposed"].arrays()
     # What a lane gives of matrix i: rows 2t and 2t + 1 of column g.
