@@ -178,7 +178,9 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   constexpr int kV = Traits::kDepthV / 8;
   constexpr int kQ = DqPart<Traits>::kN;
   constexpr int kThreads = Traits::kConsumers * kWarpgroup;
-  // Whether there are registers for P as floats beside dQ.
+  // Whether there are registers for P as floats beside dQ. Else dS is made of P as it is
+  // multiplied, and there are registers for P while it is: then dV is begun before dS is made. And
+  // for what dP of the next tile begins with.
   constexpr bool kKeepsFloats = kN <= 8;
   const int group_row = group * kGroupRows;
   const DqPart<Traits> part(group);
@@ -220,6 +222,21 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
         ptx::wgmma_advance(shared.k.across_depth(), TileK::channel_step(part.channel)));
   };
 
+  const auto begin_dv = [&](Weights<kN>& p, typename Storage::TileO& dout) {
+    ptx::hold(flat(p));
+    ptx::hold(flat<kV>(dv));
+    ptx::wgmma_fence();
+    begin_output<Element, kV>(dv, p, dout);
+  };
+  Pack<float, 2> minus_delta[kN];
+  const auto read_minus_delta = [&](int n) {
+    const auto& terms = shared.terms[slot_of<kStages>(n).stage];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) minus_delta[j] = pair_at(terms.minus_delta, j);
+  };
+  if (count > 0) shared.q_pipeline.wait({});
+  if constexpr (!kKeepsFloats) read_minus_delta(0);
+
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const auto slot = slot_of<kStages>(n);
@@ -228,7 +245,6 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     auto& dout = shared.dout[slot.stage];
     const auto& terms = shared.terms[slot.stage];
     const bool is_plain = mma::contains(plain, query0);
-    shared.q_pipeline.wait(slot);
     shared.dout_pipeline.wait(slot);
     if (!is_plain && !contains_rows(uniform(block.queries), query0, kColumns)) {
       clear_rows<kThreads>(q, query0, block.queries);
@@ -239,11 +255,11 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
 
     // Sᵀ = K Qᵀ, dPᵀ - delta = V dOᵀ - delta
     Sums<kN> s, dp;
+    if constexpr (kKeepsFloats) read_minus_delta(n);
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      const auto pair = pair_at(terms.minus_delta, j);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) dp[0][j][c] = pair.element[c % 2];
+      for (int c = 0; c < 4; ++c) dp[0][j][c] = minus_delta[j].element[c % 2];
     }
     ptx::hold(flat<kN>(s));
     ptx::hold(flat<kN>(dp));
@@ -280,27 +296,27 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     // dQ = dS K of the tile before, and dS meanwhile
     Sums<kQ> dq;
     begin_dq_in(dq, slot_before);
-    ptx::wgmma_wait<1>();
-    ptx::hold(flat<kN>(dp));
     if constexpr (kKeepsFloats) {
+      ptx::wgmma_wait<1>();
+      ptx::hold(flat<kN>(dp));
       make_weights<Element, kN>(p, s);
       make_ds<Element, kN>(ds, s, dp);
     } else {
+      begin_dv(p, dout);
+      ptx::wgmma_wait<2>();
+      ptx::hold(flat<kN>(dp));
       make_ds<Element, kN>(ds, p, dp);
     }
     write_transposed<kN>(shared.ds[slot.stage], ds, group_row);
     ptx::async_proxy_fence();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kKeepsFloats ? 0 : 1>();
     ptx::hold(flat<kQ>(dq));
     __syncwarp();  // all lanes have written
     shared.ds_pipeline.publish(slot);
     if (n > 0) add_dq<kQ>(dq_to, dq);
 
     // dV += Pᵀ dO, dK += dSᵀ Q
-    ptx::hold(flat(p));
-    ptx::hold(flat<kV>(dv));
-    ptx::wgmma_fence();
-    begin_output<Element, kV>(dv, p, dout);
+    if constexpr (kKeepsFloats) begin_dv(p, dout);
     ptx::hold(flat(ds));
     ptx::hold(flat<kD>(dk));
     ptx::wgmma_fence();
@@ -313,6 +329,9 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::hold(flat<kD>(dk));
     ptx::hold(flat(ds));
     shared.q_pipeline.release(slot);
+    // Of the tile after the last one, the producer only says that it is there.
+    shared.q_pipeline.wait(slot_of<kStages>(n + 1));
+    if constexpr (!kKeepsFloats) read_minus_delta(n + 1);
 
     dq_to += i64(skipped + 1) * (kColumns * Traits::kDepth);
     skipped = 0;

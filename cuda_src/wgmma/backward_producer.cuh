@@ -50,6 +50,10 @@ CUPY_FLASH_DEVICE void load_backward(const Params<Traits::kBatchAxes>& params,
     load_queries();
     load_dout();
   }
+  if (count > 0) {  // consumers look one tile ahead
+    shared.q_pipeline.wait_empty(slot);
+    shared.q_pipeline.publish(slot);
+  }
 }
 
 }  // namespace wgmma
