@@ -324,8 +324,12 @@ def plan(gpu: DeviceInfo, dtype: np.dtype, head_dim: int, direction: str) -> Pla
 
 
 def shapes(plan: Plan) -> str:
-    """Return rows × columns of a plan's tiles, equal ones once."""
-    used = [step.spec.tile for step in plan.steps if step.spec.tile is not None]
+    """Return rows × columns of a plan's tiles, equal ones once.
+
+    That of the pass which makes dq of its sums says nothing.
+    """
+    specs = [step.spec for step in plan.steps if step.spec.kernel != "convert_dq"]
+    used = [spec.tile for spec in specs if spec.tile is not None]
     return ", ".join(dict.fromkeys(f"{tile.rows} × {tile.columns}" for tile in used))
 
 
