@@ -1,4 +1,4 @@
-"""The machine code of the family `wgmma`, for every tile of its table, without a GPU.
+"""The machine code of the family `wgmma`, for every tile of its tables, without a GPU.
 
 What is looked for here costs the kernel its speed and changes no result: products that
 wait for each other, registers that spill, exponentials outside the time of a product.
@@ -21,7 +21,12 @@ import numpy as np
 import pytest
 
 from cupy_flash import compiler
-from cupy_flash.configs import WGMMA_DEPTHS, WGMMA_FORWARD, WgmmaTile
+from cupy_flash.configs import (
+    WGMMA_BACKWARD,
+    WGMMA_DEPTHS,
+    WGMMA_FORWARD,
+    WgmmaTile,
+)
 from cupy_flash.plan_wgmma import _NVRTC
 from cupy_flash.spec import KernelSpec
 from cupy_flash.tiles import _HOPPER_REGISTERS
@@ -29,12 +34,14 @@ from cupy_flash.variant import Variant
 
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 PLAIN, CAUSAL = Variant(), Variant(right=True)
+WINDOW = Variant(left=True, right=True)
 # Registers of a thread by the number of consumers, those of forward.cuh: of one that
 # computes, and of one that loads.
 BUDGET = {
     consumers: (registers, 32 if consumers > 2 else 40)
     for consumers, registers in _HOPPER_REGISTERS.items()
 }
+BACKWARD_BUDGET = (240, 24)  # those of backward.cuh
 # ptxas makes products wait that could overlap, for one reason or another. The first two
 # are about registers, and C7519 is harmless: it only names a wait.
 SERIALISED = {7507, 7508, *range(7510, 7519), 7520}
@@ -59,6 +66,15 @@ def kernels() -> Iterator[KernelSpec]:
         yield KernelSpec("wgmma", "forward", BF16, variant, tile, tile.threads, 1)
     tile, _ = found[0]
     yield KernelSpec("wgmma", "forward", FP16, PLAIN, tile, tile.threads, 1)
+
+
+def backward_kernels() -> Iterator[KernelSpec]:
+    """Yield each tile with bfloat16 in all its variants, and once with float16."""
+    for tile in WGMMA_BACKWARD:
+        for dtype, variant in (
+            (BF16, PLAIN), (BF16, CAUSAL), (BF16, WINDOW), (FP16, CAUSAL)
+        ):  # fmt: skip
+            yield KernelSpec("wgmma", "backward", dtype, variant, tile, tile.threads, 1)
 
 
 def test_the_head_sizes_that_are_looked_at() -> None:
@@ -176,9 +192,9 @@ def disassembled(code: bytes, folder: Path) -> Code:
     return Code(instructions, labels)
 
 
-def check_registers(code: Code, consumers: int) -> None:
+def check_registers(code: Code, budgets: tuple[int, int]) -> None:
     """Each side keeps within what it has asked for."""
-    for name, budget in zip(("TRY_ALLOC", "DEALLOC"), BUDGET[consumers], strict=True):
+    for name, budget in zip(("TRY_ALLOC", "DEALLOC"), budgets, strict=True):
         (start,) = code.positions(rf"USETMAXREG\.{name}\b")
         assert f"{budget:#x}" in code.instructions[start].text
         reached = [code.instructions[n] for n in code.reachable(start)]
@@ -218,15 +234,62 @@ def check_products(code: Code, tile: WgmmaTile) -> None:
     assert code.count(r"MUFU\.EX2", of_output, len(code.instructions)) == 0
 
 
-@pytest.mark.parametrize("spec", list(kernels()), ids=lambda spec: spec.symbol)
-def test_machine_code(spec: KernelSpec, tmp_path: Path) -> None:
+def check_backward_products(code: Code, tile: WgmmaTile) -> None:
+    """One loop with all five products, and dQ of its last tile after it.
+
+    Exponentials follow the wait for the logits. Each lane writes dS by matrices and adds
+    its part of dQ by fours.
+    """
+    of_rows, of_columns = tile.rows // 16, tile.columns // 16
+    by_queries = tile.columns == tile.rows  # how two consumers divide a tile of dQ
+    of_dq = tile.depth if by_queries else tile.depth // 2
+    in_loop = {"logits": tile.depth // 16, "dP": tile.depth_v // 16}
+    in_loop |= {"dV": of_columns, "dK": of_columns, "dQ": of_rows}
+    shapes = [tile.columns] * (in_loop["logits"] + in_loop["dP"])
+    shapes += [tile.depth_v] * of_columns + [tile.depth] * of_columns
+    shapes += [of_dq] * 2 * of_rows
+    names = [code.instructions[n].name for n in code.positions("HGMMA")]
+    found = [int(re.match(r"HGMMA\.64x(\d+)x16\.", name)[1]) for name in names]
+    assert sorted(found) == sorted(shapes)
+    waits = code.positions(r"WARPGROUP\.DEPBAR")
+    of_logits, *_, end_of_loop, last = waits
+    assert code.count("HGMMA", 0, end_of_loop) == sum(in_loop.values())
+    assert code.count(rf"HGMMA\.64x{of_dq}x16\.", end_of_loop, last) == of_rows
+    logits = rf"HGMMA\.64x{tile.columns}x16\."
+    assert code.count(logits, 0, of_logits) == in_loop["logits"] + in_loop["dP"]
+    exponentials = tile.columns // 2  # of a thread
+    assert len(code.positions(r"MUFU\.EX2")) == exponentials
+    assert code.count(r"MUFU\.EX2", of_logits, end_of_loop) == exponentials
+    assert len(code.positions(r"STSM\.16\.MT88\.4")) == of_columns
+    assert code.count(r"STSM", 0, end_of_loop) == of_columns
+    additions = r"REDG\.E\.ADD\.F32x4\."
+    assert code.count(additions, 0, end_of_loop) == of_dq // 8
+    assert code.count(additions, last, len(code.instructions)) == of_dq // 8
+    assert len(code.positions("REDG|ATOM")) == 2 * of_dq // 8
+
+
+def code_of(spec: KernelSpec, folder: Path) -> Code:
+    """Compile a kernel, look at what ptxas says, and return the instructions."""
     if compiler.nvrtc_version() < _NVRTC:
         pytest.skip("this NVRTC compiles no kernels of wgmma")
     image = compiled(spec)
     check_log(image.log)
     if nvdisasm() is None:
         pytest.skip("no nvdisasm; what ptxas says is as it should be")
-    code = disassembled(image.code, tmp_path)
+    code = disassembled(image.code, folder)
     assert not code.positions(r"LDL|STL"), "local memory"
-    check_registers(code, spec.tile.consumers)
+    return code
+
+
+@pytest.mark.parametrize("spec", list(kernels()), ids=lambda spec: spec.symbol)
+def test_machine_code(spec: KernelSpec, tmp_path: Path) -> None:
+    code = code_of(spec, tmp_path)
+    check_registers(code, BUDGET[spec.tile.consumers])
     check_products(code, spec.tile)
+
+
+@pytest.mark.parametrize("spec", list(backward_kernels()), ids=lambda spec: spec.symbol)
+def test_machine_code_of_gradients(spec: KernelSpec, tmp_path: Path) -> None:
+    code = code_of(spec, tmp_path)
+    check_registers(code, BACKWARD_BUDGET)
+    check_backward_products(code, spec.tile)
