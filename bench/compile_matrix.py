@@ -70,6 +70,11 @@ WGMMA_OPTIONS: tuple[dict[str, Any], ...] = (
     {"window": (3, 3), "softcap": 5.0, "alibi_slopes": True},
     {"scale": -1.0},
 )
+WGMMA_BACKWARD_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": (3, 3)},
+)
 # The oldest NVRTC that some kernels are planned for.
 NVRTC = (12, 9)
 
@@ -317,6 +322,20 @@ def wgmma_specs(
     yield from (step.spec for step in make_plan(problem, gpu).steps)
 
 
+def wgmma_backward_specs(
+    gpu: DeviceInfo, tile: WgmmaTile, dtype: np.dtype, **options: Any
+) -> Iterator[KernelSpec]:
+    """Yield the kernels of the gradients with a tile, none if the GPU can't have it."""
+    q, v = (info(129, 1, d, dtype=dtype) for d in (tile.depth, tile.depth_v))
+    arrays = {"q": q, "k": q, "v": v, "out": v, "dout": v}
+    arrays["lse"] = info(1, 129, dtype=FLOAT32)
+    problem = make_problem(arrays, Options("backward", config="wgmma", **options))
+    if plan_wgmma.refusal(problem, gpu):
+        return
+    problem = dataclasses.replace(problem, config=tile)
+    yield from (step.spec for step in make_plan(problem, gpu).steps)
+
+
 def wgmma_cases_for(capability: int) -> list[Case]:
     """Return the kernels of `wgmma`: each tile with each of the options."""
     gpu = dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=NVRTC)
@@ -326,6 +345,10 @@ def wgmma_cases_for(capability: int) -> list[Case]:
         for options in WGMMA_OPTIONS:
             specs += wgmma_specs(gpu, tile, half, **options)
         specs += wgmma_specs(gpu, tile, other)
+    for tile in configs.WGMMA_BACKWARD:
+        for options in WGMMA_BACKWARD_OPTIONS:
+            specs += wgmma_backward_specs(gpu, tile, half, **options)
+        specs += wgmma_backward_specs(gpu, tile, other)
     return [Case(spec, capability) for spec in dict.fromkeys(specs)]
 
 

@@ -60,7 +60,9 @@ class _Prepared:
     """Everything about a call that doesn't depend on addresses.
 
     `given` names the outputs that came with the call; `mapped` takes the addresses
-    on which the tensor maps depend; `claimed` tells whether tiles are claimed.
+    on which the tensor maps depend; `claimed` tells whether tiles are claimed;
+    `launches` are kernels, what they are launched with, and how many arguments each
+    takes.
     """
 
     problem: Problem
@@ -72,7 +74,7 @@ class _Prepared:
     given: tuple[str, ...]
     mapped: Callable[[Mapping[str, int]], tuple[int, ...]]
     claimed: bool
-    launches: list[tuple[Any, int, int, int]] = field(default_factory=list)
+    launches: list[tuple[tuple[Any, int, int, int], int]] = field(default_factory=list)
     apart: set[tuple[Any, ...]] = field(default_factory=set)
     maps: dict[tuple[int, ...], ctypes.Array] = field(default_factory=dict)
 
@@ -98,7 +100,10 @@ class _Prepared:
         steps = self.plan.steps
         kernels = device.kernels([step.spec for step in steps])
         self.launches[:] = [
-            (kernel, step.grid, step.block, step.shared_memory)
+            (
+                (kernel, step.grid, step.block, step.shared_memory),
+                2 if step.spec.takes_maps else 1,
+            )
             for kernel, step in zip(kernels, steps, strict=True)
         ]
 
@@ -203,8 +208,8 @@ def _launch(
     arguments = (prepared.template.fill(addresses),)
     if plan.maps:
         arguments += (prepared.tensor_maps(device, addresses),)
-    for launch in prepared.launches:
-        device.launch(*launch, *arguments)
+    for launch, count in prepared.launches:
+        device.launch(*launch, *arguments[:count])
     return tuple(results)
 
 

@@ -92,6 +92,11 @@ class KernelSpec:
         return self.tile.shared_memory(self.kernel, self.dtype, self.variant)
 
     @property
+    def takes_maps(self) -> bool:
+        """Whether the kernel copies by tensor maps, which are its second argument."""
+        return (self.family, self.kernel) in _MAPS
+
+    @property
     def architecture_specific(self) -> bool:
         """Whether the kernel has instructions of one architecture alone."""
         return self.family in _ARCHITECTURE_SPECIFIC
@@ -135,8 +140,8 @@ class KernelSpec:
             )
         parameters = [f"const CUPY_FLASH_GRID_CONSTANT {params} params"]
         arguments = ["params"]
-        maps = _MAPS.get((self.family, self.kernel))
-        if maps is not None:
+        if self.takes_maps:
+            maps = _MAPS[self.family, self.kernel]
             parameters.append(f"const CUPY_FLASH_GRID_CONSTANT {maps} maps")
             arguments.append("maps")
         lines += [
