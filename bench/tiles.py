@@ -44,6 +44,8 @@ MOST_OF_WGMMA = 32
 REGISTERS = 256
 # Stages of `wgmma` beyond which the loads aren't what is waited for.
 STAGES = 4
+# Queries that its gradients can take at a time.
+BACKWARD_COLUMNS = (64, 128)
 # Its elements have two bytes, whichever of the two dtypes it is.
 HALF = np.dtype(np.float16)
 # Further tiles worth measuring with their largest head, whatever the table has.
@@ -268,6 +270,17 @@ def wgmma_candidates(case: Case, gpu: DeviceInfo) -> list[WgmmaTile]:
     base = None if case.shared_memory else chosen(case, gpu, "wgmma")
     if base is None:
         return []
+    if case.direction == "forward":
+        others = [*wgmma_of_table(case), *wgmma_neighbours(base, gpu)]
+    else:
+        others = list(wgmma_backward_neighbours(base))
+    found = dict.fromkeys([base, *others])
+    kept = [tile for tile in found if tile == base or wgmma_sensible(tile, case, gpu)]
+    return kept[:MOST_OF_WGMMA]
+
+
+def wgmma_of_table(case: Case) -> list[WgmmaTile]:
+    """Return the tiles of the forward table for a case's head, whatever the mask."""
     rows = [
         row
         for row in WGMMA_FORWARD
@@ -275,18 +288,24 @@ def wgmma_candidates(case: Case, gpu: DeviceInfo) -> list[WgmmaTile]:
     ]
     # Those that follow are for larger heads.
     limits = rows[0].max_depth, rows[0].max_depth_v
-    tiles = [
+    return [
         row.tile(case.head_dim, case.head_dim_v, row.min_keys, bool(row.banded))
         for row in rows
         if (row.max_depth, row.max_depth_v) == limits
     ]
-    found = dict.fromkeys([base, *tiles, *wgmma_neighbours(base, gpu)])
-    kept = [tile for tile in found if tile == base or wgmma_sensible(tile, case, gpu)]
-    return kept[:MOST_OF_WGMMA]
+
+
+def wgmma_backward_neighbours(tile: WgmmaTile) -> Iterator[WgmmaTile]:
+    """Yield tiles of the gradients that take other numbers of queries at a time.
+
+    There are no others: consumers and stages are always two.
+    """
+    for columns in BACKWARD_COLUMNS:
+        yield dataclasses.replace(tile, columns=columns)
 
 
 def wgmma_neighbours(tile: WgmmaTile, gpu: DeviceInfo) -> Iterator[WgmmaTile]:
-    """Yield tiles that differ in shape, pipelining, or in whose turn it is.
+    """Yield forward tiles that differ in shape, pipelining, or in whose turn it is.
 
     The more likely ones come first.
     """
@@ -327,9 +346,10 @@ def staged(tile: WgmmaTile, gpu: DeviceInfo, **changes: int) -> list[WgmmaTile]:
 
 def wgmma_sensible(tile: WgmmaTile, case: Case, gpu: DeviceInfo) -> bool:
     """Tell whether the kernels take a tile and have room for it."""
-    if tile.fault(parse_dtype(case.dtype)):
-        return False
-    return shared_memory(tile, case) <= gpu.shared_memory
+    fault = tile.fault(parse_dtype(case.dtype))
+    if case.direction != "forward":
+        fault = fault or tile.backward_fault
+    return not fault and shared_memory(tile, case) <= gpu.shared_memory
 
 
 # From the fastest family to the one that takes everything.

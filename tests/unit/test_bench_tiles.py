@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -31,7 +32,7 @@ from bench.tiles import (
 )
 from bench.workloads import TILE_SHAPES, WORKLOADS, Case, Selection, square
 from cupy_flash.aot import Call
-from cupy_flash.configs import WGMMA_FORWARD, MmaTile, WgmmaTile
+from cupy_flash.configs import WGMMA_BACKWARD, WGMMA_FORWARD, MmaTile, WgmmaTile
 from cupy_flash.device import hypothetical
 from cupy_flash.dtypes import parse_dtype
 from cupy_flash.problem import Options
@@ -147,18 +148,80 @@ def test_what_is_left_out(change: dict[str, int]) -> None:
 def test_candidates_of_wgmma(case: Case) -> None:
     found = wgmma_candidates(case, LARGEST)
     if not found:
-        assert case.dtype != "bfloat16" or case.direction != "forward"
+        assert "wgmma" not in families_of(case)
         return
     assert len(found) == len(set(found)) == len({tile.name for tile in found})
-    assert 10 < len(found) <= MOST_OF_WGMMA
+    if case.direction == "forward":
+        assert 10 < len(found) <= MOST_OF_WGMMA
     for tile in found:
         assert isinstance(tile, WgmmaTile)
         assert tile.fault(parse_dtype(case.dtype)) == ""
+        assert case.direction == "forward" or tile.backward_fault == ""
         assert shared_memory(tile, case) <= LARGEST.shared_memory
         assert tile.depth >= case.head_dim and tile.depth_v >= case.head_dim_v
     assert all(wgmma_sensible(tile, case, LARGEST) for tile in found)
     assert candidates(case, LARGEST) == candidates(case, LARGEST, "wgmma") == found
     assert [peer.config for peer in tiles.peers(case, None, LARGEST)[1:]] == found
+
+
+def families_of(case: Case) -> set[str]:
+    """Return the families that can serve a case when asked for."""
+    found = set()
+    for family in tiles.CANDIDATES:
+        with contextlib.suppress(ValueError):
+            tiles.planned(case, LARGEST, family, case.direction).plan(LARGEST)
+            found.add(family)
+    return found
+
+
+def test_where_wgmma_has_candidates() -> None:
+    """Forward always; backward up to 128 channels, if not for a few queries alone."""
+    found = {
+        (case.direction, case.head_dim, case.seqlen)
+        for case in CASES
+        if wgmma_candidates(case, LARGEST)
+    }
+    assert {case.dtype for case in CASES if wgmma_candidates(case, LARGEST)} == {
+        "bfloat16"
+    }
+    assert {(d, n) for direction, d, n in found if direction == "backward"} == {
+        (64, 4096), (64, 512), (128, 4096), (128, 512), (128, 64),
+    }  # fmt: skip
+    assert {d for direction, d, _ in found if direction == "forward"} == {
+        32, 64, 128, 256,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("depth", "columns"), [(64, [128]), (128, [64])])
+def test_backward_tiles_of_wgmma(depth: int, columns: list[int], causal: bool) -> None:
+    """All that have registers enough: 64 or 128 queries, and nothing else."""
+    case = square("x", "bfloat16", 4, 4096, 16, depth, causal, "backward")
+    found = wgmma_candidates(case, LARGEST)
+    assert found[0] == tile_by_itself(case, families=("wgmma",))
+    assert found[0] in WGMMA_BACKWARD
+    possible = [
+        tile
+        for n in range(16, 257, 16)
+        if not (tile := WgmmaTile(2, n, depth, depth)).backward_fault
+    ]
+    assert found == possible and [tile.columns for tile in found] == columns
+    # What is measured is what a plan asked for it has, with all that goes before it.
+    specs = kernels([case], LARGEST)
+    assert [s.tile for s in specs if s.kernel == "backward"] == found
+    assert {"forward", "backward_terms", "convert_dq"} < {s.kernel for s in specs}
+
+
+def test_backward_tiles_of_wgmma_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If registers allowed both, there would be both, the one in use first."""
+    monkeypatch.setattr(WgmmaTile, "backward_fault", "")
+    for depth, columns in ((64, [128, 64]), (128, [64, 128])):
+        case = square("x", "bfloat16", 4, 4096, 16, depth, True, "backward")
+        found = wgmma_candidates(case, LARGEST)
+        # Two stages of 128 queries with 128 channels have no room.
+        room = [n for n in columns if n == 64 or depth == 64]
+        assert [tile.columns for tile in found] == room
+        assert changed(found) <= {"columns"}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -192,20 +255,39 @@ def test_what_is_left_out_of_wgmma(change: dict[str, int]) -> None:
     assert not wgmma_sensible(dataclasses.replace(tile, **change), case, LARGEST)
 
 
+@pytest.mark.parametrize(
+    "change", [{"stages": 3}, {"columns": 128}, {"consumers": 3}, {"ping_pong": True}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_left_out_of_its_gradients(change: dict[str, Any]) -> None:
+    """What is a tile of the forward pass alone."""
+    case = square("x", "bfloat16", 4, 4096, 16, 128, False, "backward")
+    tile = WgmmaTile(2, 64, 128, 128, 2)
+    other = dataclasses.replace(tile, **change)
+    assert wgmma_sensible(tile, case, LARGEST)
+    assert not wgmma_sensible(other, case, LARGEST)
+    forward = dataclasses.replace(case, direction="forward")
+    assert wgmma_sensible(other, forward, LARGEST)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("family", tiles.CANDIDATES)
-def test_a_family_can_be_asked_for(family: str) -> None:
+def test_a_family_can_be_asked_for(family: str, direction: str) -> None:
     """Beside its tiles stands what the case gets by itself."""
-    case = square("tiles", "bfloat16", 4, 4096, 16, 128, True, "forward")
+    case = square("tiles", "bfloat16", 4, 4096, 16, 128, True, direction)
     found = candidates(case, LARGEST, family)
     assert found and {tile.family for tile in found} == {family}
     first, *others = tiles.peers(case, family, LARGEST)
     assert first.config == candidates(case, LARGEST)[0]
     assert first.config.family == "wgmma"
     assert [peer.config for peer in others] == found
-    made = {spec.tile for spec in kernels([case], LARGEST, family)}
+    specs = kernels([case], LARGEST, family)
+    main = ("backward", "backward_dkdv") if direction == "backward" else ("forward",)
+    made = {spec.tile for spec in specs if spec.kernel in main}
     assert made == {first.config, *found}
-    backward = dataclasses.replace(case, direction="backward")
-    assert bool(candidates(backward, LARGEST, family)) == (family != "wgmma")
+    larger = dataclasses.replace(case, head_dim=256, head_dim_v=256)
+    without = (family, direction) == ("wgmma", "backward")
+    assert bool(candidates(larger, LARGEST, family)) != without
 
 
 def test_other_gpus_have_no_tiles_of_wgmma() -> None:
