@@ -107,7 +107,9 @@ def test_which_calls_get_the_family() -> None:
         pytest.skip("needs compute capability 9.0 and NVRTC 12.9")
     x, wide = (cp.zeros((2, 300, 4, 64), np.dtype(t)) for t in ("float16", "float32"))
     assert explain(x, x, x).family == "wgmma"
-    assert explain(x, x, x, direction="backward").family == "mma"
+    backward = {"direction": "backward"}
+    assert explain(x, x, x, **backward).family == "wgmma"
+    assert explain(x, x, x, **backward, deterministic=True).family == "mma"
     assert explain(wide, wide, wide).family == "mma"
     bias = explain(x, x, x, bias=cp.zeros((300, 300), np.float16))
     assert bias.family == "mma" and "wgmma reads no bias" in str(bias)

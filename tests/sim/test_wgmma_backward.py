@@ -137,6 +137,7 @@ CASES = (
     backward("least_scale", scale=1.2e-38),
     backward("causal", causal=True, **_FLAT),
     backward("tall", causal=True, **_TALL),
+    backward("apart", causal=True, sq=220, sk=200),
     backward("top_left", causal="top_left", **_TALL),
     backward("top_left_flat", causal="top_left", **_FLAT),
     backward("causal_lengths", causal=True, **LENGTHS),

@@ -124,9 +124,8 @@ int run_launch(const char* name, int argc, char** argv, size_t arguments_size, c
   }
   Header header;
   read_all(file, &header, sizeof header);
-  // A launch may come with more arguments than the kernel takes.
-  if (header.arguments_size < arguments_size) {
-    std::fprintf(stderr, "sim: the arguments are too short\n");
+  if (header.arguments_size != arguments_size) {
+    std::fprintf(stderr, "sim: the arguments have another size\n");
     return 4;
   }
   std::vector<Fixup> fixups(header.fixups);

@@ -247,6 +247,7 @@ void end_product_group() {
 }
 
 void wait_for_products(size_t left) {
+  hesitate();  // what the products read must last until then
   with_warpgroup("wgmma_wait", int(left), [left] {
     WarpProducts& mine = my_products();
     while (mine.groups.size() > left + 1) {
