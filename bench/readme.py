@@ -39,6 +39,12 @@ DIRECTIONS = ("forward", "backward")
 FASTEST_FIRST = configs.FAMILIES[::-1]
 # Head sizes that are tried to find the largest; the last stands for any.
 SIZES = (32, 64, 96, 128, 160, 192, 256, 320, 1024)
+# Options of which the table tells in which passes a family has them: the name there,
+# and an argument of a call.
+FEATURES = (
+    ("softcap", "softcap", 30.0), ("alibi_slopes", "alibi", True),
+    ("bias", "bias", True), ("mask", "mask", True),
+)  # fmt: skip
 # The first compute capability of each. Source: NVIDIA, "CUDA GPU Compute Capability".
 GENERATIONS = (
     (50, "Maxwell"), (60, "Pascal"), (70, "Volta"), (75, "Turing"), (80, "Ampere"),
@@ -160,11 +166,13 @@ def kernels(gpus: Sequence[DeviceInfo]) -> str:
             table(("", *(f"`{name}`" for name in FASTEST_FIRST)), features(gpus)),
             "What decides about a tile is how much shared memory a block can have. "
             "Where there would\nbe fewer blocks than multiprocessors, or more rows in "
-            "one than in the sequence, `mma` and\n`wgmma` take a tile with fewer rows; "
-            "`wgmma` may take others with a causal mask, a window\nor few keys.",
+            "one than in the sequence, `mma` takes a\ntile with fewer rows, and so does "
+            "`wgmma` forward, where it may take others with a causal mask,\na window or "
+            "few keys. Backward it has a tile for each of two head sizes, and where its\n"
+            "padding would take too much memory, the call is for `mma`.",
             "<details>\n<summary>The tiles of large problems without a mask</summary>",
-            "In rows × columns of the matrix of logits, where K and V have heads of "
-            "the same size:",
+            "In rows × columns of the matrix of logits, forward queries × keys and "
+            "backward keys × queries,\nwhere K and V have heads of the same size:",
             table(
                 (
                     "dtype", "compute capability", "shared memory", "head size",
@@ -194,9 +202,15 @@ def features(gpus: Sequence[DeviceInfo]) -> list[tuple[str, ...]]:
         ("compute capability", *(each.capabilities() for each in of_all)),
         ("dtype", *(each.dtypes() for each in of_all)),
         ("head size", *(each.head_sizes() for each in of_all)),
-        ("backward pass", *(each.says(direction="backward") for each in of_all)),
-        ("`bias` array", *(each.says(bias=True) for each in of_all)),
-        ("`mask` array", *(each.says(mask=True) for each in of_all)),
+        ("backward pass", *(each.says("backward") for each in of_all)),
+        *(
+            (f"`{name}`", *(each.passes(**{argument: value}) for each in of_all))
+            for name, argument, value in FEATURES
+        ),
+        (
+            "`deterministic=True`",
+            *(each.says("backward", deterministic=True) for each in of_all),
+        ),
     ]
 
 
@@ -214,12 +228,13 @@ class Features:
         dtype: np.dtype,
         size: int = 64,
         direction: str = "forward",
-        **arrays: bool,
+        **arguments: Any,
     ) -> bool:
-        """Tell whether a call can be planned."""
-        options = Options(direction, config=self.family)
+        """Tell whether a call can be planned, with fields of `Options` or `Call`."""
+        named = {n: arguments.pop(n) for n in Options._fields if n in arguments}
+        options = Options(direction, config=self.family, **named)
         try:
-            Call(options, dtype, size, size, **arrays).plan(gpu)
+            Call(options, dtype, size, size, **arguments).plan(gpu)
         except ValueError:
             return False
         return True
@@ -245,10 +260,20 @@ class Features:
         return ", ".join(words) or "none"
 
     def head_sizes(self) -> str:
-        """Return the largest head, and of which dtypes it is another one."""
+        """Return the largest head, and for what it is another one."""
+        forward, backward = map(self._largest_heads, DIRECTIONS)
+        if backward in (forward, "none"):
+            return forward
+        return f"{forward}, backward {backward}"
+
+    def _largest_heads(self, direction: str) -> str:
         words = []
         for dtype, element in ELEMENT_TYPES.items():
-            found = [s for s in SIZES if any(self.can(g, dtype, s) for g in self.gpus)]
+            found = [
+                size
+                for size in SIZES
+                if any(self.can(gpu, dtype, size, direction) for gpu in self.gpus)
+            ]
             if found:
                 largest = "any" if found[-1] == SIZES[-1] else f"up to {found[-1]}"
                 words.append((largest, element.name))
@@ -256,15 +281,22 @@ class Features:
         others = [f"{size} in {name}" for size, name in words if size != usual]
         return ", ".join((usual, *others))
 
-    def says(self, direction: str = "forward", **arrays: bool) -> str:
+    def says(self, direction: str = "forward", **arguments: Any) -> str:
         """Return whether a kind of call can be served on every GPU of the family."""
         can = {
-            self.can(gpu, dtype, direction=direction, **arrays)
+            self.can(gpu, dtype, direction=direction, **arguments)
             for gpu in self.serving
             for dtype in ELEMENT_TYPES
             if self.can(gpu, dtype)
         }
         return "yes" if can == {True} else "no" if can == {False} else "in part"
+
+    def passes(self, **arguments: Any) -> str:
+        """Return the same, and in which pass if it can't be in both."""
+        forward, backward = (self.says(name, **arguments) for name in DIRECTIONS)
+        if (forward, backward) == ("yes", "no"):
+            return "forward"
+        return forward if forward == backward else "in part"
 
 
 def tiles(gpus: Sequence[DeviceInfo]) -> list[tuple[str, ...]]:

@@ -185,16 +185,53 @@ def test_what_a_family_can_do() -> None:
     assert rows == {
         "compute capability": ["9.0", "7.5–12.0", "any"],
         "dtype": ["float16, bfloat16", f"float16, {wide}", "any"],
-        "head size": ["up to 256", "up to 256, up to 128 in float64", "any"],
+        "head size": [
+            "up to 256, backward up to 128", "up to 256, up to 128 in float64", "any",
+        ],
         "backward pass": ["yes", "yes", "yes"],
-        "`bias` array": ["no", "yes", "yes"],
-        "`mask` array": ["no", "yes", "yes"],
-    }
+        "`softcap`": ["forward", "yes", "yes"],
+        "`alibi_slopes`": ["forward", "yes", "yes"],
+        "`bias`": ["no", "yes", "yes"],
+        "`mask`": ["no", "yes", "yes"],
+        "`deterministic=True`": ["no", "yes", "yes"],
+    }  # fmt: skip
     # With an older compiler nobody has the first one.
     old = [dataclasses.replace(gpu, nvrtc=(12, 8)) for gpu in gpus]
     families, rows, _ = tables(readme.kernels(old))
     assert "wgmma" not in str(families)
     assert [row[1] for row in rows][:3] == ["none"] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "cells"),
+    [
+        ({}, ["up to 256, backward up to 128", "yes", "forward", "forward"]),
+        ({"softcap": True}, ["up to 256, backward up to 128", "yes", "yes", "forward"]),
+        ({"limit": 256}, ["up to 256", "yes", "forward", "forward"]),
+        ({"limit": 0}, ["up to 256", "no", "forward", "forward"]),
+    ],
+    ids=str,
+)
+def test_a_family_says_what_only_one_pass_can(
+    changes: dict[str, int], cells: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever planning refuses backward, and however large the heads are there."""
+    gpu = dataclasses.replace(hypothetical("sm_90"), nvrtc=(13, 0))
+    limit, softcap = changes.get("limit", 128), changes.get("softcap", False)
+
+    def plan(call: Call, _: object) -> None:
+        options = call.options
+        if call.head_dim > 256 or call.dtype.itemsize > 2:
+            raise ValueError
+        if options.direction == "backward" and (
+            call.head_dim > limit or call.alibi or (options.softcap and not softcap)
+        ):
+            raise ValueError
+
+    monkeypatch.setattr(Call, "plan", plan)
+    of_all = readme.features([gpu])
+    names = ("head size", "backward pass", "`softcap`", "`alibi_slopes`")
+    assert [row[1] for row in of_all if row[0] in names] == cells
 
 
 def test_the_long_table_is_folded() -> None:
