@@ -166,10 +166,10 @@ def kernels(gpus: Sequence[DeviceInfo]) -> str:
             table(("", *(f"`{name}`" for name in FASTEST_FIRST)), features(gpus)),
             "What decides about a tile is how much shared memory a block can have. "
             "Where there would\nbe fewer blocks than multiprocessors, or more rows in "
-            "one than in the sequence, `mma` takes a\ntile with fewer rows, and so does "
-            "`wgmma` forward, where it may take others with a causal mask,\na window or "
-            "few keys. Backward it has a tile for each of two head sizes, and where its\n"
-            "padding would take too much memory, the call is for `mma`.",
+            "one than in the sequence, `mma` takes\na tile with fewer rows, and so "
+            "does `wgmma` forward, where it may take others with a causal\nmask, a "
+            "window or few keys. Backward it has a tile for each of two head sizes; "
+            "where their\npadding would take too much memory, the call is for `mma`.",
             "<details>\n<summary>The tiles of large problems without a mask</summary>",
             "In rows × columns of the matrix of logits, forward queries × keys and "
             "backward keys × queries,\nwhere K and V have heads of the same size:",
