@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import FOLDER, OURS, ResultFile, Row, case_of, geometric_mean
+from .results import (
+    FOLDER,
+    OURS,
+    ResultFile,
+    Row,
+    case_of,
+    geometric_mean,
+    identity,
+    unfinished,
+)
 from .tables import grouped, number
-from .workloads import DIRECTIONS
+from .workloads import DIRECTIONS, WORK, WORKLOADS
 
 # The sequence length that the table shows; the plots show all.
 SEQLEN = 4096
@@ -24,54 +34,111 @@ PEERS = {
 }
 
 
-def newest(name: str, folder: Path = FOLDER) -> ResultFile:
-    """Return the newest result file of a workload that was measured on a GPU.
+# A result file for each direction, with the rows of that direction alone.
+Directions = Mapping[str, ResultFile]
+
+
+# --- Which files ----------------------------------------------------------------------
+
+
+def files_of(name: str, folder: Path = FOLDER) -> Iterator[ResultFile]:
+    """Yield the result files of a workload that were measured on a GPU, newest first.
 
     Files whose name goes on after the workload's are of a part of it, and don't count.
+    """
+    # Their names begin with the time.
+    for path in sorted(folder.glob(f"*-{name}.json"), reverse=True):
+        file = ResultFile.load(path)
+        if file.meta.get("workload") == name and file.meta.get("compute_capability"):
+            yield file
+
+
+def newest(name: str, folder: Path = FOLDER) -> ResultFile:
+    """Return the newest result file of a workload that was measured on a GPU.
 
     Raises
     ------
     ValueError
         If there is none.
     """
-    # Their names begin with the time.
-    for path in sorted(folder.glob(f"*-{name}.json"), reverse=True):
-        file = ResultFile.load(path)
-        if file.meta.get("workload") == name and file.meta.get("compute_capability"):
-            return file
+    for file in files_of(name, folder):
+        return file
     raise ValueError(f"{folder} has no result of {name}")
 
 
-def training(file: ResultFile) -> str:
+def newest_of_each(name: str, folder: Path = FOLDER) -> dict[str, ResultFile]:
+    """Return for each direction the newest file that has all its cases.
+
+    All are of one GPU. What isn't a case of the workload, as one in another dtype, is
+    left out, and so is a direction of which no file has all cases.
+
+    Raises
+    ------
+    ValueError
+        If that leaves nothing.
+    """
+    cases: dict[str, set[tuple[Any, ...]]] = {}
+    for case in WORKLOADS[name]():
+        cases.setdefault(case.direction, set()).add(identity(case))
+    found: dict[str, ResultFile] = {}
+    for file in files_of(name, folder):
+        if found and file.meta["gpu"] != next(iter(found.values())).meta["gpu"]:
+            continue
+        done = {
+            case_of(row)
+            for row in file.rows
+            if row["impl"] == OURS and not unfinished(row)
+        }
+        for direction in cases.keys() - found.keys():
+            if cases[direction] <= done:
+                rows = [row for row in file.rows if case_of(row) in cases[direction]]
+                found[direction] = dataclasses.replace(file, rows=rows)
+    if not found:
+        raise ValueError(f"{folder} has no result of {name} with all cases of a pass")
+    return {
+        direction: found[direction] for direction in DIRECTIONS if direction in found
+    }
+
+
+# --- The training grid ----------------------------------------------------------------
+
+
+def training(files: Directions) -> str:
     """Return table and plots of the training grid."""
-    passes = ("forward", "backward")
-    shown = [
-        row
-        for row in file.rows
-        if row["seqlen"] == SEQLEN and row["direction"] in passes
-    ]
+    shown = [row for row in rows_of(files) if row["seqlen"] == SEQLEN]
     impls = timed_impls(shown)
     tokens = {row["batch"] * row["seqlen"] for row in shown}
+    plots = (
+        pictures(file, f"speed-{direction}-bfloat16")
+        for direction, file in files.items()
+    )
     return "\n\n".join(
         (
-            f"TFLOP/s on an {file.meta['gpu']}, bfloat16, {min(tokens)} tokens in "
+            f"TFLOP/s on an {gpu_of(files)}, bfloat16, {min(tokens)} tokens in "
             f"sequences of {SEQLEN}, 2048 channels\nin heads of D; time on the "
             "device, all in turn in one process, each checked against float64 first.\n"
-            "Counted are 4·B·H·S²·D operations forward, half of them if causal, and "
-            "2.5 times as many backward\n"
-            f"({source(file)}, measured GEMM {file.meta['gemm_tflops']:.0f}):",
+            "Counted are 4·B·H·S²·D operations forward, half of them if causal, "
+            f"{more_work(files)}\n({sources(files, measured_gemm)}):",
             grid(shown, impls, {"D": head_dim, "mask": mask}, tflops),
             "; ".join(f"{name}: {PEERS[name]}" for name in impls if name in PEERS)
             + ".\n–: not supported, failed, or left out for time; the result file "
             "says which.",
-            *pictures(file, *(f"speed-{name}-bfloat16" for name in passes)),
+            *(picture for each in plots for picture in each),
         )
     )
 
 
-def lengths(file: ResultFile) -> str:
+def more_work(files: Directions) -> str:
+    """Say how many times as much of it the other passes are."""
+    backward = f"{WORK['backward']:g} times as many backward"
+    if "both" not in files:
+        return f"and {backward}"
+    return f"{backward},\nand {WORK['both']:g} times as many in both, a training step"
+
+
+def lengths(files: Directions) -> str:
     """Return the table of the training grid at all lengths, beside the best peer."""
-    rows = [row for row in file.rows if is_ok(row)]
+    rows = [row for row in rows_of(files) if is_ok(row)]
     seqlens = sorted({row["seqlen"] for row in rows})
     found: dict[tuple[str, ...], dict[int, str]] = {}
     ratios: dict[str, list[float]] = {}
@@ -94,12 +161,49 @@ def lengths(file: ResultFile) -> str:
     )
     return "\n\n".join(
         (
-            f"The same at all lengths, on an {file.meta['gpu']}: {OURS}'s TFLOP/s, and "
+            f"The same at all lengths, on an {gpu_of(files)}: {OURS}'s TFLOP/s, and "
             "in brackets how many times\nas fast it is as the fastest of the others; "
-            f"in the geometric mean {means} ({source(file)}):",
+            f"in the geometric mean {means}\n({sources(files)}):",
             table(("pass", "D", "mask", *map(str, seqlens)), 3, lines),
         )
     )
+
+
+def rows_of(files: Directions) -> list[Row]:
+    """Return the rows of all directions."""
+    return [row for file in files.values() for row in file.rows]
+
+
+def gpu_of(files: Directions) -> str:
+    """Return the GPU that all files are of."""
+    (gpu,) = {file.meta["gpu"] for file in files.values()}
+    return gpu
+
+
+def sources(
+    files: Directions, more: Callable[[ResultFile], str] = lambda file: ""
+) -> str:
+    """Return a link to each file after the directions that it's of, and `more` of it.
+
+    If there is only one file, nothing is said of directions.
+    """
+    directions: dict[str, list[str]] = {}
+    for direction, file in files.items():
+        described = f"{source(file)}{more(file)}"
+        directions.setdefault(described, []).append(direction)
+    if len(directions) == 1:
+        return "".join(directions)
+    return ";\n".join(
+        f"{', '.join(names)}: {text}" for text, names in directions.items()
+    )
+
+
+def measured_gemm(file: ResultFile) -> str:
+    """Say how fast a matrix product was in the same run."""
+    return f", measured GEMM {file.meta['gemm_tflops']:.0f}"
+
+
+# --- Other workloads ------------------------------------------------------------------
 
 
 def precise(file: ResultFile) -> str:
@@ -184,20 +288,28 @@ def first_call(file: ResultFile) -> str:
     )
 
 
-PARTS: dict[str, Callable[[ResultFile], str]] = {
-    "training": training, "training-lengths": lengths, "fp32": precise,
-    "fp64": precise, "small": small, "memory": memory, "first_call": first_call,
+OF_DIRECTIONS: dict[str, Callable[[Directions], str]] = {
+    "training": training, "training-lengths": lengths,
 }  # fmt: skip
+OF_ONE_FILE: dict[str, Callable[[ResultFile], str]] = {
+    "fp32": precise, "fp64": precise, "small": small, "memory": memory,
+    "first_call": first_call,
+}  # fmt: skip
+PARTS = (*OF_DIRECTIONS, *OF_ONE_FILE)
 
 
-def part(name: str) -> str:
-    """Return a part of README.md; those that differ after a hyphen are of one file."""
-    return PARTS[name](source_of(name))
+def part(name: str, folder: Path = FOLDER) -> str:
+    """Return a part of README.md."""
+    if name in OF_DIRECTIONS:
+        return OF_DIRECTIONS[name](newest_of_each("training", folder))
+    return OF_ONE_FILE[name](newest(name, folder))
 
 
-def source_of(name: str) -> ResultFile:
-    """Return the file of which a part tells."""
-    return newest(name.partition("-")[0])
+def sources_of(name: str, folder: Path = FOLDER) -> list[ResultFile]:
+    """Return the files of which a part tells."""
+    if name in OF_DIRECTIONS:
+        return list(newest_of_each("training", folder).values())
+    return [newest(name, folder)]
 
 
 # --- Rows -----------------------------------------------------------------------------

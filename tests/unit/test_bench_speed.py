@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import speed
+from bench.results import ResultFile, new_row
+from bench.workloads import WORKLOADS, Case
 
 
 def row(impl: str, tflops: float | None, **changes: Any) -> dict[str, Any]:
@@ -54,11 +58,20 @@ def table_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
+def split(file: ResultFile) -> dict[str, ResultFile]:
+    return {
+        name: dataclasses.replace(
+            file, rows=[row for row in file.rows if row["direction"] == name]
+        )
+        for name in ("forward", "backward")
+    }
+
+
 def test_the_table(tmp_path: Path) -> None:
     path = write(tmp_path, "2026-01-01T000000-x-training.json")
     for name in ("forward-bfloat16", "backward-bfloat16", "both-bfloat16"):
         (tmp_path / f"{path.stem}-speed-{name}.svg").touch()
-    text = speed.training(speed.newest("training", tmp_path))
+    text = speed.training(split(speed.newest("training", tmp_path)))
     assert table_of(text) == [
         "| pass | D | mask | cupy_flash | fa2 |",
         "| --- | --- | --- | ---: | ---: |",
@@ -90,7 +103,7 @@ def test_the_grid_at_all_lengths(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = write(tmp_path, "2026-01-01T000000-x-training.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": rows}))
-    text = speed.lengths(speed.newest("training", tmp_path))
+    text = speed.lengths(split(speed.newest("training", tmp_path)))
     assert table_of(text) == [
         "| pass | D | mask | 512 | 4096 |",
         "| --- | --- | --- | ---: | ---: |",
@@ -100,6 +113,172 @@ def test_the_grid_at_all_lengths(tmp_path: Path) -> None:
     ]
     assert "1.08 forward (shapes: 3), 0.25 backward (shapes: 1)" in text
     assert path.name in text
+
+
+# --- Directions of different files ----------------------------------------------------
+
+FIRST, SECOND = "2026-01-01T000000-x-training", "2026-02-01T000000-x-training"
+CASES = WORKLOADS["training"]()
+
+
+def grid_file(
+    folder: Path,
+    stem: str,
+    directions: Sequence[str],
+    tflops: float,
+    without: Callable[[Case], bool] = lambda case: False,
+    status: str = "skipped",
+    **meta: Any,
+) -> Path:
+    """Write the whole grid of some directions, this library half as fast as fa2.
+
+    Cases that are `without` have rows which say why, or none if there's no `status`.
+    """
+    rows = []
+    for case in CASES:
+        if case.direction not in directions:
+            continue
+        for impl, factor in (("cupy_flash", 1.0), ("fa2", 2.0)):
+            if not without(case):
+                figures = {"ms": 1.0, "tflops": factor * tflops}
+                rows.append(new_row(case, impl, "ok", **figures))
+            elif status:
+                rows.append(new_row(case, impl, status, "the time budget was spent"))
+    path = write(folder, f"{stem}.json", **meta)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | {"rows": rows}), encoding="utf-8")
+    for direction in directions:
+        path.with_name(f"{stem}-speed-{direction}-bfloat16.svg").touch()
+    return path
+
+
+def files_by_direction(folder: Path) -> dict[str, str]:
+    found = speed.newest_of_each("training", folder)
+    return {direction: file.path.stem for direction, file in found.items()}
+
+
+def test_each_direction_is_of_its_newest_file(tmp_path: Path) -> None:
+    """The older file tells of forward alone, though it has backward too."""
+    grid_file(tmp_path, FIRST, ["forward", "backward"], 100.0, gemm_tflops=600.0)
+    grid_file(tmp_path, SECOND, ["backward", "both"], 200.0, gemm_tflops=700.0)
+    assert files_by_direction(tmp_path) == {
+        "forward": FIRST, "backward": SECOND, "both": SECOND,
+    }  # fmt: skip
+    assert [f.path.stem for f in speed.sources_of("training", tmp_path)] == [
+        FIRST, SECOND, SECOND,
+    ]  # fmt: skip
+
+    text = speed.part("training", tmp_path)
+    head, _, *lines = table_of(text)
+    assert head == "| pass | D | mask | cupy_flash | fa2 |"
+    assert lines == [
+        f"| {direction} | {size} | {mask} | {figures} |"
+        for direction, figures in (
+            ("forward", "100 | 200"), ("backward", "200 | 400"), ("both", "200 | 400"),
+        )
+        for size in (64, 128, 256)
+        for mask in ("full", "causal")
+    ]  # fmt: skip
+    link = "[{0}.json](bench/results/{0}.json)"
+    assert (
+        f"(forward: {link.format(FIRST)}, measured GEMM 600;\n"
+        f"backward, both: {link.format(SECOND)}, measured GEMM 700):"
+    ) in text
+    assert "2.5 times as many backward,\nand 3.5 times as many in both" in text
+    pictures = [line for line in text.splitlines() if line.startswith("![")]
+    assert pictures == [
+        f"![training, {name}](bench/results/{stem}-{name}.svg)"
+        for stem, name in (
+            (FIRST, "speed-forward-bfloat16"), (SECOND, "speed-backward-bfloat16"),
+            (SECOND, "speed-both-bfloat16"),
+        )
+    ]  # fmt: skip
+
+    text = speed.part("training-lengths", tmp_path)
+    head, _, *lines = table_of(text)
+    assert head == "| pass | D | mask | 512 | 1024 | 2048 | 4096 | 8192 | 16384 |"
+    assert len(lines) == 18
+    for line in lines:
+        cell = "100 (0.50)" if line.startswith("| forward ") else "200 (0.50)"
+        assert line.endswith(f" | {' | '.join([cell] * 6)} |")
+    assert (
+        f"(forward: {link.format(FIRST)};\nbackward, both: {link.format(SECOND)}):"
+    ) in text
+    for name in ("forward", "backward", "both"):
+        assert f"0.50 {name} (shapes: 36)" in text
+
+
+def test_one_file_is_named_once(tmp_path: Path) -> None:
+    grid_file(tmp_path, FIRST, ["forward", "backward"], 100.0, gemm_tflops=600.0)
+    for name in ("training", "training-lengths"):
+        text = speed.part(name, tmp_path)
+        assert f"\n([{FIRST}.json]" in text and text.count(FIRST + ".json") == 2
+        assert "| both |" not in text and " in both" not in text
+
+
+@pytest.mark.parametrize("status", ["skipped", ""])
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda case: case.seqlen == 512,
+        lambda case: case.causal,
+        lambda case: case.head_dim == 256,
+        lambda case: (case.seqlen, case.head_dim, case.causal) == (2048, 64, True),
+    ],
+    ids=["a length", "a mask", "a head", "one case"],
+)
+def test_a_direction_needs_all_its_cases(
+    without: Callable[[Case], bool], status: str, tmp_path: Path
+) -> None:
+    grid_file(tmp_path, FIRST, ["forward", "backward"], 100.0)
+    grid_file(
+        tmp_path, SECOND, ["backward", "both"], 200.0,
+        lambda case: case.direction == "backward" and without(case), status,
+    )  # fmt: skip
+    assert files_by_direction(tmp_path) == {
+        "forward": FIRST, "backward": FIRST, "both": SECOND,
+    }  # fmt: skip
+    # Nor does anything stand for a direction that no file has.
+    (tmp_path / f"{FIRST}.json").unlink()
+    assert files_by_direction(tmp_path) == {"both": SECOND}
+    lines = table_of(speed.part("training", tmp_path))[2:]
+    assert {line.split(" | ")[0] for line in lines} == {"| both"}
+
+
+def test_a_case_that_failed_is_had(tmp_path: Path) -> None:
+    """An older figure in its place would hide that."""
+    grid_file(tmp_path, FIRST, ["backward"], 100.0)
+    grid_file(
+        tmp_path, SECOND, ["backward"], 200.0,
+        lambda case: case.head_dim == 64, "failed",
+    )  # fmt: skip
+    assert files_by_direction(tmp_path) == {"backward": SECOND}
+
+
+def test_what_is_no_result_of_the_grid(tmp_path: Path) -> None:
+    """Another GPU's, a part's, a CPU's, and rows in another dtype."""
+    with pytest.raises(ValueError, match="no result of training"):
+        speed.newest_of_each("training", tmp_path)
+    grid_file(tmp_path, f"{SECOND}-part", ["both"], 9.0)
+    grid_file(tmp_path, "2026-03-01T000000-training", ["both"], 9.0, workload="other")
+    grid_file(
+        tmp_path, "2026-04-01T000000-training", ["both"], 9.0, compute_capability=None
+    )
+    with pytest.raises(ValueError, match="no result of training"):
+        speed.newest_of_each("training", tmp_path)
+    grid_file(tmp_path, "2025-01-01T000000-y-training", ["both"], 9.0, gpu="NVIDIA Y")
+    path = grid_file(tmp_path, FIRST, ["forward"], 100.0)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    others = [row | {"dtype": "float16", "tflops": 1.0} for row in content["rows"]]
+    content["rows"] = others + content["rows"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert files_by_direction(tmp_path) == {"forward": FIRST}
+    text = speed.part("training", tmp_path)
+    assert "NVIDIA X" in text and len(table_of(text)) == 2 + 6
+    assert all(line.endswith(" 100 | 200 |") for line in table_of(text)[2:])
+
+
+# --- Other workloads ------------------------------------------------------------------
 
 
 def result(tmp_path: Path, workload: str, rows: list[dict[str, Any]]) -> Any:
@@ -121,7 +300,7 @@ def test_a_case_that_only_a_peer_can_do_is_shown(tmp_path: Path) -> None:
     ]  # fmt: skip
     rows = [row | {"heads": 16, "dtype": "float32"} for row in rows]
     file = result(tmp_path, "fp32", rows)
-    text = speed.PARTS["fp32"](file)
+    text = speed.OF_ONE_FILE["fp32"](file)
     assert table_of(text)[2:] == [
         "| forward | 64 | full | 4 × 4096 × 16 | 12.9 | 11.8 |",
         "| forward | 128 | full | 4 × 4096 × 16 | – | 41.6 |",
@@ -132,7 +311,7 @@ def test_a_case_that_only_a_peer_can_do_is_shown(tmp_path: Path) -> None:
 
 def test_small_calls_show_both_times(tmp_path: Path) -> None:
     rows = [row("cupy_flash", 1.0, heads=4, ms=0.0257, host_us=32.9)]
-    text = speed.PARTS["small"](result(tmp_path, "small", rows))
+    text = speed.OF_ONE_FILE["small"](result(tmp_path, "small", rows))
     assert table_of(text)[2:] == ["| forward | 64 | 4 × 4096 × 4 | 25.7 / 32.9 |"]
 
 
@@ -154,9 +333,9 @@ def test_memory_is_shown_at_the_longest_sequence_with_every_pass(
     ]  # fmt: skip
     file = result(tmp_path, "memory", rows)
     picture = file.path.with_name(f"{file.path.stem}-peak-bfloat16.svg")
-    assert "![" not in speed.PARTS["memory"](file)
+    assert "![" not in speed.OF_ONE_FILE["memory"](file)
     picture.touch()
-    text = speed.PARTS["memory"](file)
+    text = speed.OF_ONE_FILE["memory"](file)
     assert table_of(text)[2:] == [
         "| forward | 5.00 | 6.00 | 4.00 | 512 |",
         "| backward | 5.00 | – | 4.00 | 512 |",
@@ -174,7 +353,7 @@ def test_first_results_cold_and_warm(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     rows.append(row("fa4 (cold)", None, heads=4, ms=None, rounds=None))
-    text = speed.PARTS["first_call"](result(tmp_path, "first_call", rows))
+    text = speed.OF_ONE_FILE["first_call"](result(tmp_path, "first_call", rows))
     assert table_of(text)[2:] == [
         "| cupy_flash | 1600 | 81.7 | – | – |",
         "| flex | 9000 (1) | – | – | – |",
