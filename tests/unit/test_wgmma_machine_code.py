@@ -237,8 +237,8 @@ def check_products(code: Code, tile: WgmmaTile) -> None:
 def check_backward_products(code: Code, tile: WgmmaTile) -> None:
     """One loop with all five products, and dQ of its last tile after it.
 
-    Exponentials follow the wait for the logits. Each lane writes dS by matrices and adds
-    its part of dQ by fours.
+    Exponentials follow the wait for the logits. A warp writes dS by matrices, and each
+    lane adds its part of dQ by fours.
     """
     of_rows, of_columns = tile.rows // 16, tile.columns // 16
     by_queries = tile.columns == tile.rows  # how two consumers divide a tile of dQ
