@@ -78,12 +78,15 @@ def sums_of_dq(problem: Problem, row_multiple: int, depth: int) -> tuple[int, ..
 
 
 def sums_take_too_much(
-    problem: Problem, sums: tuple[int, ...], dtype: np.dtype
+    problem: Problem, sums: tuple[int, ...], dtype: np.dtype, times: int = 1
 ) -> bool:
-    """Whether the sums of dq are larger than out, lse, and dq in their dtype."""
+    """Whether the sums of dq are larger than out, lse, and dq in their dtype.
+
+    Or so many times as large.
+    """
     p = problem
     row = p.head_dim_v * p.dtype.itemsize + (p.head_dim + 1) * dtype.itemsize
-    limit = p.batch * p.heads_q * p.seqlen_q * row
+    limit = times * p.batch * p.heads_q * p.seqlen_q * row
     return math.prod(sums) * dtype.itemsize > limit + _NEGLIGIBLE
 
 

@@ -36,10 +36,13 @@ _GROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _MAX_STRIDE = 2**40
 _MAX_BATCH_AXES = 2  # a tensor map has five axes
-# Bytes of keys and values that a section of heads may have, so that the L2 cache, of 50
-# or 60 MB, holds them beside the queries and outputs that pass through (bench/LOG.md).
+# Bytes that blocks of a section of heads share, so that the L2 cache, of 50 or 60 MB,
+# holds them beside what passes through (bench/LOG.md): forward keys and values,
+# backward queries, dO and the sums of dq.
 _SECTION = 32 * 2**20
 _LEAST_SECTION = 8  # heads
+# What the sums of dq may take beside out, lse, and dq in their dtype.
+_MOST_SUMS = 2
 # What a tile costs beside its rows, in rows: fewer rows share each copy of a key.
 _TILE_COST = 96
 
@@ -87,11 +90,12 @@ def _backward_refusal(problem: Problem) -> str:
     """Return why the family has no gradients for a problem; empty if it may."""
     if problem.deterministic:
         return "wgmma adds to dq by atomics, which isn't deterministic"
-    for name in ("softcap", "alibi_slopes"):
-        if problem.has(name) if name != "softcap" else problem.softcap > 0:
-            return f"wgmma's gradients have no {name} yet"
+    if problem.softcap > 0:
+        return "wgmma's gradients have no softcap yet"
+    if problem.has("alibi_slopes"):
+        return "wgmma's gradients have no alibi_slopes yet"
     if scales_first(problem):
-        return "wgmma's gradients need a positive scale"
+        return "wgmma's gradients need a positive scale that doesn't count as 0"
     if problem.batch * problem.seqlen_q == 0:
         return "there are no queries to copy"
     return ""
@@ -157,8 +161,11 @@ class WgmmaBuilder(Builder):
         p = self.problem
         tile = self._backward_tile()
         sums = plan_mma.sums_of_dq(p, tile.columns, tile.depth)
-        if plan_mma.sums_take_too_much(p, sums, self.sums):
-            raise DoesNotFit("the sums of dq would take more memory than other arrays")
+        if plan_mma.sums_take_too_much(p, sums, self.sums, _MOST_SUMS):
+            raise DoesNotFit(
+                "backward: the sums of dq, padded to whole tiles, would take more than "
+                f"{_MOST_SUMS} times the memory of out, lse and dq"
+            )
         heads = p.batch * p.heads_kv
         grid = heads * blocks(p.seqlen_k, tile.rows)
         if grid > MAX_GRID:

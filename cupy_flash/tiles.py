@@ -24,6 +24,8 @@ _HOPPER_SHARED_MEMORY = 227 * 1024  # that a block can have
 # wait for each other.
 _HOPPER_REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
 _HOPPER_OTHER_REGISTERS = 26
+# Of the 240 that a thread has which computes gradients; see wgmma/backward.cuh.
+_GRADIENT_SUMS = 224
 _PANEL_COLUMNS = 64  # of 16 bits: 128 bytes, which are swizzled together
 _PANEL_ALIGNMENT = 1024
 
@@ -233,7 +235,8 @@ class WgmmaTile:
         Channels of q and k, and of v, that the tile has room for; those that a head
         doesn't have are zeros.
     stages : int
-        Tiles of keys, and of values, that are in flight at once.
+        Tiles of keys and of values, or of queries and of dO, that are in flight at
+        once.
     ping_pong : bool
         Consumers start their products in turn.
     """
@@ -342,8 +345,11 @@ class WgmmaTile:
             return "columns must be 64, or 128 as the rows"
         dq = self.depth if self.columns == self.rows else halves
         sums = (self.depth + self.depth_v + 2 * self.columns + dq) // 2
-        if sums > 224:
-            return f"sums take {sums} registers of a thread, and it has 240"
+        if sums > _GRADIENT_SUMS:
+            return (
+                f"sums take {sums} registers of a thread, and there are "
+                f"{_GRADIENT_SUMS} for them"
+            )
         return ""
 
     def fault(self, dtype: np.dtype) -> str:

@@ -42,7 +42,7 @@ struct Params {
   void* delta;          // workspace: rowsum(dO * O) - dlse, (batch, heads_q, seqlen_q)
   void* dbias_partial;  // workspace: one tile of dbias for each split
   void* dq_sums;        // workspace: dq before scaling, in the order of mma fragments
-  void* row_terms;      // workspace: lse and delta of each query, as wgmma takes them
+  void* row_terms;      // workspace: lse and -delta of each query, as wgmma takes them
   void* claims;         // workspace: counts the tiles that blocks claim beside their first
   u64 first_claim;      // what it counts from: another number for each launch, but for replays of a
                         // graph, which find the counter where the last claim left it
@@ -77,7 +77,7 @@ struct Params {
   i64 q_lengths_bytes;  // 4 or 8: size of one length
   i64 k_lengths_bytes;
   i64 dbias_splits;
-  i64 section;       // heads whose keys the L2 cache is meant to hold
+  i64 section;       // heads that share the L2 cache, as far as their order matters
   i64 dq_row_tiles;  // of 16 queries of a head in dq_sums
   double scale;
   double softcap;

@@ -11,6 +11,10 @@
 namespace cupy_flash {
 namespace wgmma {
 
+// Registers of a thread.
+constexpr int kGradientRegisters = 240;
+constexpr int kLoaderRegisters = 24;
+
 template <class Traits>
 CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
                                 const BackwardMaps& maps) {
@@ -30,10 +34,10 @@ CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
   __syncthreads();
 
   if (group == 0) {
-    ptx::registers_decrease<24>();
+    ptx::registers_decrease<kLoaderRegisters>();
     if (threadIdx.x == 0) load_backward<Traits>(params, maps, shared);
   } else {
-    ptx::registers_increase<240>();
+    ptx::registers_increase<kGradientRegisters>();
     differentiate<Traits>(params, maps, shared, group - 1);
   }
 }

@@ -64,6 +64,7 @@ CUPY_FLASH_DEVICE int dq_offset(const DqPart<Traits>& part) {
 
 template <int kN>
 CUPY_FLASH_DEVICE void add_dq(float* to, const Sums<kN>& dq) {
+  static_assert(ptx::kHasVectorRed, "a lane's sums lie side by side, as in DqSums");
 #pragma unroll
   for (int j = 0; j < kN; ++j) ptx::red_add_4(to + j * mma::kFragmentSize, dq[0][j]);
 }
@@ -111,7 +112,8 @@ CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
 }
 
 // The parity, but not before all weights are made: a wait for it then keeps what comes after behind
-// them. No weight is negative, which the compiler can't know.
+// them. No weight is negative, nor is the NaN that limit_to_one makes, which the compiler can't
+// know.
 template <int kN>
 CUPY_FLASH_DEVICE int parity_after(const Weights<kN>& weights, int parity) {
   u32 bits = 0;
@@ -178,9 +180,9 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   constexpr int kV = Traits::kDepthV / 8;
   constexpr int kQ = DqPart<Traits>::kN;
   constexpr int kThreads = Traits::kConsumers * kWarpgroup;
-  // Whether there are registers for P as floats beside dQ. Else dS is made of P as it is
-  // multiplied, and there are registers for P while it is: then dV is begun before dS is made. And
-  // for what dP of the next tile begins with.
+  // With 64 queries, P stays in floats until dS is made. With 128 there are no registers for that
+  // beside dQ: dS is made of P as weights. What that leaves holds the weights while dV is computed
+  // beside dS, and what dP of the next tile begins with.
   constexpr bool kKeepsFloats = kN <= 8;
   const int group_row = group * kGroupRows;
   const DqPart<Traits> part(group);
@@ -305,6 +307,8 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
       begin_dv(p, dout);
       ptx::wgmma_wait<2>();
       ptx::hold(flat<kN>(dp));
+      // P is read while dV is computed from it, which PTX doesn't promise to be right. Nothing
+      // writes there; test_wgmma_machine_code.py looks at what became of it.
       make_ds<Element, kN>(ds, p, dp);
     }
     write_transposed<kN>(shared.ds[slot.stage], ds, group_row);

@@ -37,15 +37,16 @@ struct KeyBlock {
   Seqlen seqlen;
   Range tiles;  // of queries
   int count;    // of all heads
-  // Rows that somebody sees, as far as the arrays go: what else they hold must not reach a sum as
-  // 0 * NaN. What lies past their end is zeros already.
+  // Rows that somebody sees: what the arrays hold outside must not reach a sum as 0 * NaN. Without
+  // an end where they reach the array's, because what lies past it is zeros already.
   Range keys;
   Range queries;
   float* dq_sums;  // of these heads
   float to_exponent;
   // Of a warpgroup: first queries of tiles all of whose pairs are seen.
   Range clear[Traits::kConsumers];
-  // The same of those that need no clearing of rows either.
+  // The same of those that need no clearing of rows either. Inside `queries`, so that both groups
+  // find out of a tile with rows to be cleared.
   Range plain[Traits::kConsumers];
 
   // Heads come in sections that the L2 cache has room for; in each, the first keys come first,
@@ -145,7 +146,7 @@ struct BackwardStorage {
   using TileO = Panels<Element, Traits::kColumns, Traits::kDepthV>;
   using TileDs = Panels<Element, Traits::kColumns, Traits::kRows>;
   using Terms = RowTermsTile<Traits::kColumns>;
-  static_assert(Traits::kStages == 2, "one number counts the places in all rings");
+  static_assert(Traits::kStages == 2, "tiles of dS are as many: this one and the one before");
 
   TileK k;  // dK in the end
   TileV v;  // dV in the end

@@ -15,6 +15,7 @@ CUPY_FLASH_DEVICE void backward_terms(const Params<Traits::kBatchAxes>& params) 
   using Terms = RowTermsTile<Traits::kColumns>;
   constexpr int kRows = Traits::kThreads / Row::kLanes;
   constexpr int kPacks = Traits::kDepth / 4 / Row::kLanes;
+  static_assert(kPacks * 4 * Row::kLanes == Traits::kDepth, "all sums of a row are cleared");
   const int lane = threadIdx.x % Row::kLanes;
   const int per_head = query_tiles<Traits>(params) * Traits::kColumns;
   const i64 rows = batch_size(params) * params.heads_q * per_head;

@@ -57,8 +57,9 @@ struct alignas(kAtom) Panels {
   }
 };
 
-// Makes zeros of the rows outside `kept`, which counts from `row0`. So many threads do it; others
-// see it once each has done async_proxy_fence and they have met.
+// Makes zeros of the rows of a tile that `kept` doesn't contain; `row0` is the place of its first
+// row in the sequence. So many threads do it; others see it once each has done async_proxy_fence
+// and they have met.
 template <int kThreads, class Element, int kRows, int kColumns>
 CUPY_FLASH_DEVICE void clear_rows(Panels<Element, kRows, kColumns>& tile, int row0,
                                   const Range& kept) {

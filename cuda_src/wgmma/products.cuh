@@ -117,7 +117,7 @@ CUPY_FLASH_DEVICE void multiply_rows(Sums<kN>& sums, const float (&factor)[2]) {
   }
 }
 
-// Rounds exponentials to the left factor of O += P V.
+// Rounds sums to the left factor of a product.
 template <class Element, int kN>
 CUPY_FLASH_DEVICE void make_weights(Weights<kN>& p, const Sums<kN>& s) {
 #pragma unroll

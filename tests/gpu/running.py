@@ -43,8 +43,9 @@ except ImportError:  # then every test here is skipped
 One = str | Tile | None
 # That, for both directions or for each.
 Config = One | tuple[One, One]
-# Families that have no backward pass: it is left to the library.
-FORWARD_ONLY = ("wgmma",)
+# Families whose gradients take less than their forward pass does. Backward is left
+# to the library, which takes them where they can be had.
+PARTLY_BACKWARD = ("wgmma",)
 # What an error says of a family or a tile that the call can't have on this GPU.
 _REFUSALS = (
     "can't be had", "doesn't fit", "from compute capability",
@@ -194,8 +195,12 @@ def both(config: Config) -> tuple[One, One]:
     """Return what is asked for in forward and in backward."""
     if isinstance(config, tuple):
         return config
-    family = getattr(config, "family", config)
-    return config, None if family in FORWARD_ONLY else config
+    return config, None if is_partly_backward(config) else config
+
+
+def is_partly_backward(config: Config) -> bool:
+    """Whether one of those families is asked for, or a tile of it."""
+    return getattr(config, "family", config) in PARTLY_BACKWARD
 
 
 def run_backward(*arrays: Any, config: Config, **options: Any) -> tuple[Any, ...]:
@@ -307,8 +312,10 @@ def check(
 def has_atomics(config: Config) -> bool:
     """Whether gradients come otherwise if they needn't be the same bits each time.
 
-    Not where the library chooses: that family has tests of its own.
+    Not where the library chooses freely: those families have tests of their own.
     """
+    if is_partly_backward(config):
+        return True
     _, backward = both(config)
     return getattr(backward, "family", backward) not in (None, "simt")
 

@@ -154,8 +154,8 @@ def test_sums_that_would_take_too_much(dtype: np.dtype) -> None:
     """Of few queries, which fill no tile: `mma` pads them less."""
     size = {"hq": 16, "hkv": 16, "d": 64, "dtype": dtype}
     for sq, batch, family in (
-        (1, 1, "wgmma"), (1, 8, "mma"), (60, 8, "mma"), (80, 8, "wgmma"),
-        (129, 8, "mma"), (200, 8, "wgmma"),
+        (1, 1, "wgmma"), (1, 8, "mma"), (30, 8, "mma"), (60, 8, "wgmma"),
+        (129, 8, "wgmma"), (200, 8, "wgmma"),
     ):  # fmt: skip
         problem = make("backward", **size, sq=sq, batch=(batch,))
         plan = make_plan(problem, HOPPER)
@@ -164,9 +164,17 @@ def test_sums_that_would_take_too_much(dtype: np.dtype) -> None:
         if family == "wgmma":
             continue
         (why,) = [x for x in plan.reasons if x.startswith("not family wgmma: ")]
-        assert why.endswith("the sums of dq would take more memory than other arrays")
-        with pytest.raises(ValueError, match="sums of dq would take more memory"):
+        assert "the sums of dq, padded to whole tiles, would take more than 2" in why
+        with pytest.raises(ValueError, match="sums of dq, padded to whole tiles"):
             make_plan(dataclasses.replace(problem, config="wgmma"), HOPPER)
+
+
+@pytest.mark.parametrize("d", range(8, 129, 8))
+def test_head_sizes_of_long_sequences(d: int) -> None:
+    """Where a tile has many channels for few, the sums of dq would be mostly padding."""
+    size = {"hq": 16, "hkv": 16, "sq": 4096, "sk": 4096, "batch": (4,)}
+    plan = make_plan(make("backward", **size, d=d, dtype=BF16), HOPPER)
+    assert plan.family == ("mma" if d <= 16 else "wgmma")
 
 
 def test_gradients_have_the_variant_of_their_band() -> None:
