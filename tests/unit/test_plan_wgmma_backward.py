@@ -171,7 +171,7 @@ def test_sums_that_would_take_too_much(dtype: np.dtype) -> None:
 
 @pytest.mark.parametrize("d", range(8, 129, 8))
 def test_head_sizes_of_long_sequences(d: int) -> None:
-    """Where a tile has many channels for few, the sums of dq would be mostly padding."""
+    """Where a tile has many channels for few, sums of dq would be mostly padding."""
     size = {"hq": 16, "hkv": 16, "sq": 4096, "sk": 4096, "batch": (4,)}
     plan = make_plan(make("backward", **size, d=d, dtype=BF16), HOPPER)
     assert plan.family == ("mma" if d <= 16 else "wgmma")
