@@ -67,10 +67,11 @@ def newest(name: str, folder: Path = FOLDER) -> ResultFile:
 
 
 def newest_of_each(name: str, folder: Path = FOLDER) -> dict[str, ResultFile]:
-    """Return for each direction the newest file that has all its cases.
+    """Return for each direction the newest file that has most of its cases.
 
-    All are of one GPU. What isn't a case of the workload, as one in another dtype, is
-    left out, and so is a direction of which no file has all cases.
+    That is two thirds; a budget may have been spent before the last ones. All are of
+    one GPU. What isn't a case of the workload, as one in another dtype, is left out,
+    and so is a direction of which no file has enough.
 
     Raises
     ------
@@ -90,11 +91,11 @@ def newest_of_each(name: str, folder: Path = FOLDER) -> dict[str, ResultFile]:
             if row["impl"] == OURS and not unfinished(row)
         }
         for direction in cases.keys() - found.keys():
-            if cases[direction] <= done:
+            if 3 * len(cases[direction] & done) >= 2 * len(cases[direction]):
                 rows = [row for row in file.rows if case_of(row) in cases[direction]]
                 found[direction] = dataclasses.replace(file, rows=rows)
     if not found:
-        raise ValueError(f"{folder} has no result of {name} with all cases of a pass")
+        raise ValueError(f"{folder} has no result of {name} with most cases of a pass")
     return {
         direction: found[direction] for direction in DIRECTIONS if direction in found
     }

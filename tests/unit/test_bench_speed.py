@@ -216,18 +216,20 @@ def test_one_file_is_named_once(tmp_path: Path) -> None:
         assert "| both |" not in text and " in both" not in text
 
 
-@pytest.mark.parametrize("status", ["skipped", ""])
+missing = pytest.mark.parametrize("status", ["skipped", ""])
+
+
+@missing
 @pytest.mark.parametrize(
     "without",
     [
-        lambda case: case.seqlen == 512,
+        lambda case: case.seqlen >= 2048,
         lambda case: case.causal,
-        lambda case: case.head_dim == 256,
-        lambda case: (case.seqlen, case.head_dim, case.causal) == (2048, 64, True),
+        lambda case: case.head_dim != 64,
     ],
-    ids=["a length", "a mask", "a head", "one case"],
+    ids=["lengths", "a mask", "heads"],
 )
-def test_a_direction_needs_all_its_cases(
+def test_a_direction_needs_most_of_its_cases(
     without: Callable[[Case], bool], status: str, tmp_path: Path
 ) -> None:
     grid_file(tmp_path, FIRST, ["forward", "backward"], 100.0)
@@ -243,6 +245,33 @@ def test_a_direction_needs_all_its_cases(
     assert files_by_direction(tmp_path) == {"both": SECOND}
     lines = table_of(speed.part("training", tmp_path))[2:]
     assert {line.split(" | ")[0] for line in lines} == {"| both"}
+
+
+@missing
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda case: case.seqlen <= 1024,
+        lambda case: (case.seqlen, case.head_dim, case.causal) == (2048, 64, True),
+    ],
+    ids=["lengths", "one case"],
+)
+def test_cases_left_out_for_time_are_dashes(
+    without: Callable[[Case], bool], status: str, tmp_path: Path
+) -> None:
+    """Not figures of an older file."""
+    grid_file(tmp_path, FIRST, ["backward"], 100.0)
+    grid_file(tmp_path, SECOND, ["backward"], 200.0, without, status)
+    assert files_by_direction(tmp_path) == {"backward": SECOND}
+    lines = table_of(speed.part("training-lengths", tmp_path))[2:]
+    left_out = sum(without(case) for case in CASES if case.direction == "backward")
+    shown = " ".join(lines)
+    assert "100 (" not in shown
+    lengths = {case.seqlen for case in CASES if not without(case)}
+    columns = sum(len(line.split(" | ")) - 3 for line in lines)
+    assert columns == 6 * len(lengths)
+    assert shown.count("200 (0.50)") == 36 - left_out
+    assert shown.count("–") == columns - (36 - left_out)
 
 
 def test_a_case_that_failed_is_had(tmp_path: Path) -> None:
