@@ -111,18 +111,26 @@ CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
   }
 }
 
-// The parity, but not before all weights are made: a wait for it then keeps what comes after behind
-// them. No weight is negative, nor is the NaN that limit_to_one makes, which the compiler can't
-// know.
-template <int kN>
-CUPY_FLASH_DEVICE int parity_after(const Weights<kN>& weights, int parity) {
+// All bits of values, so that something can be made to depend on each of them.
+template <int kCount>
+CUPY_FLASH_DEVICE u32 bits_of(const u32 (&values)[kCount]) {
   u32 bits = 0;
 #pragma unroll
-  for (int t = 0; t < kN / 2; ++t) {
+  for (int i = 0; i < kCount; ++i) bits |= values[i];
+  return bits;
+}
+template <int kCount>
+CUPY_FLASH_DEVICE u32 bits_of(const float (&values)[kCount]) {
+  u32 bits = 0;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) bits |= weights[t][r];
-  }
-  return parity ^ int(bits >> 31);
+  for (int i = 0; i < kCount; ++i) bits |= __float_as_uint(values[i]);
+  return bits;
+}
+
+// A 0 that the compiler doesn't know for one.
+template <class Traits>
+CUPY_FLASH_DEVICE u32 unknown_zero(const Params<Traits::kBatchAxes>& params) {
+  return u32(params.top_left) >> 1;
 }
 
 CUPY_FLASH_DEVICE u32 limited_to_one(u32 pair, fp16) {
@@ -288,12 +296,18 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     }
     ptx::hold(flat<kN>(s));
     Weights<kN> p, ds;
-    if constexpr (!kKeepsFloats) {
+    u32 bits;
+    if constexpr (kKeepsFloats) {
+      bits = bits_of(flat<kN>(s));
+    } else {
       make_weights<Element, kN>(p, s);
       limit_to_one<Element, kN>(p);
-      slot_before.parity = parity_after<kN>(p, slot_before.parity);
+      bits = bits_of(flat(p));
       ptx::hold(flat(p));
     }
+    // The next wait depends on P, or exponentials would be moved behind the products that come
+    // after it, where there are no registers for what they are made of.
+    slot_before.parity ^= int(bits & unknown_zero<Traits>(params));
 
     // dQ = dS K of the tile before, and dS meanwhile
     Sums<kQ> dq;
