@@ -3,17 +3,15 @@
 # ruff: noqa: E501 - lines of the sources
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from ..cases import Case, compare, expect_case, make
-from .build import compiler
-from .device import SimDevice, SimulationError
+from .device import SimDevice
 from .running import changed_sources, gpu, run
+from .seeded import missed, noticed_by, outcomes_of
 
 # The last tile of keys has one key.
 _HALF = Case("faults", "bfloat16", batch=(1,), hq=1, hkv=1, sq=150, sk=129, d=32,
@@ -127,47 +125,27 @@ FAULTS = (
 )  # fmt: skip
 
 
-def headline(report: str) -> str:
-    """Return the line of a report that says what is wrong."""
-    lines = report.splitlines()
-    marks = ("ERROR", "runtime error", "sim: ")
-    return next((x for x in lines if any(mark in x for mark in marks)), lines[0])
-
-
 def found(fault: Fault, folder: Path) -> str:
     """Return what a fault was noticed by; empty if it wasn't."""
     sources = changed_sources(folder, fault.file, (fault.old, fault.new))
     inputs = make(fault.case)
     truths = expect_case(fault.case)
-    for order in _ORDERS:
-        device = SimDevice(gpu(fault.gpu), order=order, sources=sources)
-        try:
-            results = run(
-                inputs, device, fault.family, gradients=fault.passes != "forward",
-                deterministic=fault.passes == "deterministic",
-            )  # fmt: skip
-            compare(results, {n: truth for n, truth in truths.items() if n in results})
-        except SimulationError as error:
-            return f"report ({order}): {headline(str(error))[:80]}"
-        except AssertionError:
-            return f"wrong result ({order})"
-    return ""
+
+    def compute(way: dict[str, str]) -> None:
+        device = SimDevice(gpu(fault.gpu), **way, sources=sources)
+        results = run(
+            inputs, device, fault.family, gradients=fault.passes != "forward",
+            deterministic=fault.passes == "deterministic",
+        )  # fmt: skip
+        compare(results, {n: truth for n, truth in truths.items() if n in results})
+
+    return noticed_by(({"order": order} for order in _ORDERS), compute)
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each fault was noticed by."""
-    folders = [tmp_path_factory.mktemp("fault") for _ in FAULTS]
-    with ThreadPoolExecutor() as pool:
-        yield dict(
-            zip(
-                (fault.name for fault in FAULTS),
-                pool.map(found, FAULTS, folders),
-                strict=True,
-            )
-        )
+    return outcomes_of(FAULTS, found, tmp_path_factory)
 
 
 @pytest.mark.faults
@@ -175,10 +153,5 @@ def test_seeded_faults_are_found(
     outcomes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At least 19 of 20."""
-    assert compiler()
-    with capsys.disabled():
-        print()
-        for name, how in outcomes.items():
-            print(f"  {name}: {how or 'NOT FOUND'}")
-    missed = [name for name, how in outcomes.items() if not how]
-    assert len(missed) <= (1 - FEWEST) * len(FAULTS), missed
+    unnoticed = missed(outcomes, capsys)
+    assert len(unnoticed) <= (1 - FEWEST) * len(FAULTS), unnoticed

@@ -3,19 +3,17 @@
 # ruff: noqa: E501 - lines of the sources
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ..cases import Array, Case, Inputs, expect, expect_case, make
-from .build import compiler
-from .device import SimulationError
 from .running import changed_sources
-from .test_faults import headline
+from .seeded import WAYS, missed, noticed_by, outcomes_of
 from .test_wgmma import device
 from .test_wgmma_backward import (
     GRADIENTS,
@@ -43,9 +41,6 @@ _HUGE_WIDE = backward("huge", hq=1, scale=1e9, **WIDE)
 _SHARED = backward(
     "shared", batch=(2,), memory=("dense", "broadcast", "dense", "dense")
 )
-_WAYS = (
-    {}, {"order": "descending"}, {"order": "random"}, {"order": "random", "early": True},
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -259,25 +254,18 @@ def found(fault: Fault, folder: Path) -> str:
     changes = ((fault.old, fault.new), *fault.more)
     sources = changed_sources(folder, f"wgmma/{fault.file}", *changes)
     inputs, forward = inputs_of(fault)
-    for ways in _WAYS:
-        simulated = device(**ways, sources=sources, seconds=30.0)
-        how = ", ".join(map(str, ways.values())) or "ascending"
-        try:
-            check(gradients(inputs, simulated, forward=forward), fault)
-        except SimulationError as error:
-            return f"report ({how}): {headline(str(error))[:110]}"
-        except AssertionError:
-            return f"wrong result ({how})"
-    return ""
+
+    def compute(way: dict[str, Any]) -> None:
+        simulated = device(**way, sources=sources, seconds=30.0)
+        check(gradients(inputs, simulated, forward=forward), fault)
+
+    return noticed_by(WAYS, compute)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each fault was noticed by."""
-    folders = [tmp_path_factory.mktemp("fault") for _ in FAULTS]
-    with ThreadPoolExecutor() as pool:
-        names = (fault.name for fault in FAULTS)
-        yield dict(zip(names, pool.map(found, FAULTS, folders), strict=True))
+    return outcomes_of(FAULTS, found, tmp_path_factory)
 
 
 @pytest.mark.faults
@@ -285,12 +273,7 @@ def test_seeded_faults_are_found(
     outcomes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of them."""
-    assert compiler() and len(outcomes) == len(FAULTS)
-    with capsys.disabled():
-        print()
-        for name, how in outcomes.items():
-            print(f"  {name}: {how or 'NOT FOUND'}")
-    assert not [name for name, how in outcomes.items() if not how]
+    assert len(outcomes) == len(FAULTS) and not missed(outcomes, capsys)
 
 
 @pytest.mark.faults
@@ -299,7 +282,7 @@ def test_without_a_fault_nothing_is_found() -> None:
 
     def look(fault: Fault) -> None:
         inputs, forward = inputs_of(fault)
-        for ways in _WAYS:
+        for ways in WAYS:
             check(gradients(inputs, device(**ways), forward=forward), fault)
 
     with ThreadPoolExecutor() as pool:

@@ -3,10 +3,10 @@
 # ruff: noqa: E501 - lines of the sources
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +23,8 @@ from ..cases import (
     make,
     raised,
 )
-from .build import compiler
-from .device import SimulationError
 from .running import changed_sources, run
-from .test_faults import headline
+from .seeded import WAYS, missed, noticed_by, outcomes_of
 from .test_wgmma import (
     ALONE,
     DEEP,
@@ -56,9 +54,6 @@ _HUGE = forward("huge", scale=4.0, sk=150)
 _REPEATED = forward(
     "repeated", batch=(2,), memory=("dense", "broadcast", "broadcast", "dense")
 )
-_WAYS = (
-    {}, {"order": "descending"}, {"order": "random"}, {"order": "random", "early": True},
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -317,26 +312,18 @@ def found(fault: Fault, folder: Path) -> str:
     changes = ((fault.old, fault.new), *fault.more)
     sources = changed_sources(folder, f"wgmma/{fault.file}", *changes)
     inputs = inputs_of(fault)
-    for ways in _WAYS:
-        simulated = device(**ways, sources=sources, seconds=30.0)
-        how = ", ".join(map(str, ways.values())) or "ascending"
-        try:
-            results = run(inputs, simulated, fault.tile, gradients=False)
-            check(results, fault)
-        except SimulationError as error:
-            return f"report ({how}): {headline(str(error))[:110]}"
-        except AssertionError:
-            return f"wrong result ({how})"
-    return ""
+
+    def compute(way: dict[str, Any]) -> None:
+        simulated = device(**way, sources=sources, seconds=30.0)
+        check(run(inputs, simulated, fault.tile, gradients=False), fault)
+
+    return noticed_by(WAYS, compute)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each fault was noticed by."""
-    folders = [tmp_path_factory.mktemp("fault") for _ in FAULTS]
-    with ThreadPoolExecutor() as pool:
-        names = (fault.name for fault in FAULTS)
-        yield dict(zip(names, pool.map(found, FAULTS, folders), strict=True))
+    return outcomes_of(FAULTS, found, tmp_path_factory)
 
 
 @pytest.mark.faults
@@ -344,12 +331,7 @@ def test_seeded_faults_are_found(
     outcomes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of them."""
-    assert compiler() and len(outcomes) == len(FAULTS)
-    with capsys.disabled():
-        print()
-        for name, how in outcomes.items():
-            print(f"  {name}: {how or 'NOT FOUND'}")
-    assert not [name for name, how in outcomes.items() if not how]
+    assert len(outcomes) == len(FAULTS) and not missed(outcomes, capsys)
 
 
 @pytest.mark.faults
@@ -360,7 +342,7 @@ def test_without_a_fault_nothing_is_found(tile: WgmmaTile) -> None:
     met = {(f.case, f.bits, f.rows, f.base): f for f in FAULTS if f.tile == tile}
 
     def look(fault: Fault) -> None:
-        for ways in _WAYS:
+        for ways in WAYS:
             results = run(inputs_of(fault), device(**ways), tile, gradients=False)
             check(results, fault)
 
