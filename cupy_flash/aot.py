@@ -225,16 +225,26 @@ def _specs(
         gradient = bias_grad and direction == "backward"
         options = call.options._replace(direction=direction, bias_grad=gradient)
         same = replace(call, options=options)
+        gradients = direction == "backward" and options.config is None
         # Where there are few tiles, a bias's gradient is summed in parts.
         few = replace(same, batch=64, seqlen_q=64, seqlen_k=64)
         calls = (same, few, *_from_short_to_long(same, device))
         for sized in (*calls, *_with_tiles_of_wgmma(same, device)):
-            yield from (step.spec for step in sized.plan(device).steps)
+            plan = sized.plan(device)
+            yield from (step.spec for step in plan.steps)
+            # `mma` takes calls whose sums of dq would be mostly padding.
+            if gradients and plan.family == "wgmma":
+                other = replace(sized, options=options._replace(config="mma"))
+                yield from (step.spec for step in other.plan(device).steps)
 
 
 def _with_tiles_of_wgmma(call: Call, device: DeviceInfo) -> Iterator[Call]:
-    """Yield the call with each tile of `wgmma` that some size of it gets."""
-    if call.options.config is None and call.plan(device).family == "wgmma":
+    """Yield the call with each tile of `wgmma` that some size of it gets.
+
+    Backward there is one tile for a head.
+    """
+    forward = call.options.direction == "forward" and call.options.config is None
+    if forward and call.plan(device).family == "wgmma":
         for tile in configs.wgmma_tiles(call.head_dim, call.head_dim_v):
             yield replace(call, options=call.options._replace(config=tile))
 
@@ -243,9 +253,13 @@ def _from_short_to_long(call: Call, device: DeviceInfo) -> Iterator[Call]:
     """Yield calls from less than a tile to a large one for each multiprocessor.
 
     How many blocks there would be decides about a tile's rows. With many single
-    queries, dq is not summed by atomics.
+    queries, dq is not summed by atomics; with few queries and many keys, it is by many
+    blocks.
     """
     length = 16
+    if call.options.direction == "backward":
+        most = 128 * device.multiprocessors
+        yield replace(call, batch=1, seqlen_q=length, seqlen_k=most)
     while length <= 128 * device.multiprocessors:
         long = replace(call, seqlen_k=length)
         yield replace(long, batch=1, heads_q=1, heads_kv=1, seqlen_q=length)

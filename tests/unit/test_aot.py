@@ -228,6 +228,31 @@ def test_tiles_of_hopper(
         assert found <= set(wanted), (batch, seqlen_q, seqlen_k)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(8, 8), (40, 40), (64, 64), (80, 48), (128, 128), (256, 256)]
+)
+def test_gradients_on_hopper(
+    d: int, dv: int, causal: bool, wanted: list[KernelSpec]
+) -> None:
+    """Of `wgmma` or, where its sums would be mostly padding, of `mma`."""
+    gpu = hypothetical("sm_90")
+    precompile(d, "bf16", head_dim_v=dv, causal=causal, device="sm_90")
+    families = set()
+    for batch, seqlen_q, seqlen_k in itertools.product(
+        (1, 3, 40, 2000), (1, 20, 64, 65, 130, 800, 8192), (1, 100, 10000)
+    ):
+        call = Call(
+            Options("backward", causal), np.dtype(ml_dtypes.bfloat16), d, dv,
+            batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+        )  # fmt: skip
+        plan = call.plan(gpu)
+        families.add(plan.family)
+        found = {step.spec for step in plan.steps}
+        assert found <= set(wanted), (batch, seqlen_q, seqlen_k)
+    assert families == ({"mma"} if d == 256 else {"mma", "wgmma"})
+
+
 def test_different_head_sizes(wanted: list[KernelSpec]) -> None:
     precompile(192, "fp16", head_dim_v=128, device="sm_86")
     for direction in ("forward", "backward"):
