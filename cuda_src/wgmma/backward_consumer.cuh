@@ -201,12 +201,12 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   };
 
   // dS of no tile, for the product that is made beside the first.
-  clear_rows<kThreads>(shared.ds[kStages - 1], 0, {0, 0});
+  clear_rows<kThreads, true>(shared.ds[kStages - 1], 0, {0, 0});
   shared.k_pipeline.wait({});
   shared.v_pipeline.wait({});
   if (!contains_rows(block.keys, block.row0, Traits::kRows)) {
-    clear_rows<kThreads>(shared.k, block.row0, block.keys);
-    clear_rows<kThreads>(shared.v, block.row0, block.keys);
+    clear_rows<kThreads, true>(shared.k, block.row0, block.keys);
+    clear_rows<kThreads, true>(shared.v, block.row0, block.keys);
   }
   ptx::async_proxy_fence();
   consumers_barrier<Traits>();
@@ -257,8 +257,8 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     const bool is_plain = mma::contains(plain, query0);
     shared.dout_pipeline.wait(slot);
     if (!is_plain && !contains_rows(uniform(block.queries), query0, kColumns)) {
-      clear_rows<kThreads>(q, query0, block.queries);
-      clear_rows<kThreads>(dout, query0, block.queries);
+      clear_rows<kThreads, true>(q, query0, block.queries);
+      clear_rows<kThreads, true>(dout, query0, block.queries);
       ptx::async_proxy_fence();
       consumers_barrier<Traits>();
     }

@@ -162,7 +162,7 @@ CUPY_FLASH_DEVICE void consume(const Params<Traits::kBatchAxes>& params,
       // Weights are zeros for keys that no row of the block sees, but 0 * NaN isn't.
       if (!mma::contains(whole, tile)) {
         shared.v_pipeline.wait(slot);
-        clear_rows<kWarpgroup>(shared.v[slot.stage], tile * Traits::kColumns, work->keys);
+        clear_rows<kWarpgroup, false>(shared.v[slot.stage], tile * Traits::kColumns, work->keys);
         ptx::async_proxy_fence();
         group_barrier(group);
       }

@@ -59,14 +59,14 @@ struct alignas(kAtom) Panels {
 
 // Makes zeros of the rows of a tile that `kept` doesn't contain; `row0` is the place of its first
 // row in the sequence. So many threads do it; others see it once each has done async_proxy_fence
-// and they have met.
-template <int kThreads, class Element, int kRows, int kColumns>
+// and they have met. kUnrolled: after a loop the compiler may no longer know that descriptors are
+// uniform, but without one it may spill.
+template <int kThreads, bool kUnrolled, class Element, int kRows, int kColumns>
 CUPY_FLASH_DEVICE void clear_rows(Panels<Element, kRows, kColumns>& tile, int row0,
                                   const Range& kept) {
   constexpr int kPerRow = Panels<Element, kRows, kColumns>::kCount * kPanelColumns / 8;
   static_assert(kRows * kPerRow % kThreads == 0, "all lanes make the same rounds");
-  // Unrolled, because after a loop the compiler no longer knows that descriptors are uniform.
-#pragma unroll
+#pragma unroll(kUnrolled ? kRows * kPerRow / kThreads : 1)
   for (int first = 0; first < kRows * kPerRow; first += kThreads) {
     const int i = first + threadIdx.x % kThreads;
     const int row = i / kPerRow;
