@@ -185,7 +185,8 @@ def test_where_wgmma_has_candidates() -> None:
         "bfloat16"
     }
     assert {(d, n) for direction, d, n in found if direction == "backward"} == {
-        (64, 4096), (64, 512), (128, 4096), (128, 512), (128, 64),
+        (32, 4096), (64, 4096), (64, 512), (64, 64), (128, 4096), (128, 512),
+        (128, 64),
     }  # fmt: skip
     assert {d for direction, d, _ in found if direction == "forward"} == {
         32, 64, 128, 256,

@@ -260,7 +260,7 @@ def test_all_rows_are_compiled() -> None:
     capabilities = {case.capability for case in main_cases()}
     assert capabilities == {MAIN, MIDDLE, SMALL, OLDEST}
     tiles = {c.spec.tile for c in main_cases() if c.spec.family == "wgmma"}
-    assert tiles == set(wgmma_tiles())
+    assert tiles == {*wgmma_tiles(), *configs.WGMMA_BACKWARD}
     families = {"simt", "mma", "wgmma", "passes"}
     assert {case.spec.family for case in main_cases()} == families
 
@@ -386,9 +386,20 @@ def test_cases_of_wgmma_are_what_a_gpu_gets() -> None:
         for name in ("left", "right", "softcap", "alibi", "scale_first"):
             assert {getattr(v, name) for v in variants} == {False, True}, name
         assert Variant() in variants and OF_WGMMA in variants
+    for tile in configs.WGMMA_BACKWARD:
+        specs = [case.spec for case in cases if case.spec.tile == tile]
+        assert {spec.dtype for spec in specs} == set(HALVES)
+        assert {spec.kernel for spec in specs} == {"backward", "backward_terms"}
+        variants = {spec.variant for spec in specs if spec.kernel == "backward"}
+        assert variants == {
+            Variant(), Variant(right=True), Variant(left=True, right=True)
+        }  # fmt: skip
     for case in cases:
         flags, suffix = options_of(case)
-        assert flags[-1] == "-arch=sm_90a" and suffix == ".cubin"
+        if case.spec.family == "wgmma":
+            assert flags[-1] == "-arch=sm_90a" and suffix == ".cubin"
+        else:  # what makes dq of its sums
+            assert case.spec.kernel == "convert_dq"
     assert set(cases) < set(cases_for(MAIN))
     others = set(CAPABILITIES) - {MAIN}
     assert not any(wgmma_cases_for(capability) for capability in others)
