@@ -345,6 +345,17 @@ def wgmma_cases_for(capability: int) -> list[Case]:
         for options in WGMMA_OPTIONS:
             specs += wgmma_specs(gpu, tile, half, **options)
         specs += wgmma_specs(gpu, tile, other)
+    return [Case(spec, capability) for spec in dict.fromkeys(specs)]
+
+
+def wgmma_gradient_cases_for(capability: int) -> list[Case]:
+    """Return the kernels of the gradients of `wgmma`, and the passes around them.
+
+    They aren't in the record yet, only in the tests.
+    """
+    gpu = dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=NVRTC)
+    half, other = HALVES[::-1]
+    specs: list[KernelSpec] = []
     for tile in configs.WGMMA_BACKWARD:
         for options in WGMMA_BACKWARD_OPTIONS:
             specs += wgmma_backward_specs(gpu, tile, half, **options)

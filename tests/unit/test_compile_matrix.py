@@ -58,6 +58,7 @@ from bench.compile_matrix import (
     simt,
     table_rows,
     wgmma_cases_for,
+    wgmma_gradient_cases_for,
     wgmma_tiles,
 )
 from bench.machine import source_sha256
@@ -97,6 +98,7 @@ def wgmma_main_cases() -> list[Case]:
     """Each tile without an option and with all, and once each other kernel."""
     cases = wgmma_cases_for(MAIN)
     few = [case for case in cases if case.spec.tile == wgmma_tiles()[0]]
+    few += wgmma_gradient_cases_for(MAIN)
     for case in cases:
         variant = case.spec.variant
         if case.spec.dtype != HALVES[0] and variant in (Variant(), OF_WGMMA):
@@ -386,6 +388,18 @@ def test_cases_of_wgmma_are_what_a_gpu_gets() -> None:
         for name in ("left", "right", "softcap", "alibi", "scale_first"):
             assert {getattr(v, name) for v in variants} == {False, True}, name
         assert Variant() in variants and OF_WGMMA in variants
+    for case in cases:
+        flags, suffix = options_of(case)
+        assert flags[-1] == "-arch=sm_90a" and suffix == ".cubin"
+    assert set(cases) < set(cases_for(MAIN))
+    others = set(CAPABILITIES) - {MAIN}
+    assert not any(wgmma_cases_for(capability) for capability in others)
+
+
+def test_gradients_of_wgmma_are_what_a_gpu_gets() -> None:
+    """Each tile with each kind of band, on Hopper alone."""
+    cases = wgmma_gradient_cases_for(MAIN)
+    assert len(set(cases)) == len(cases)
     for tile in configs.WGMMA_BACKWARD:
         specs = [case.spec for case in cases if case.spec.tile == tile]
         assert {spec.dtype for spec in specs} == set(HALVES)
@@ -400,9 +414,8 @@ def test_cases_of_wgmma_are_what_a_gpu_gets() -> None:
             assert flags[-1] == "-arch=sm_90a" and suffix == ".cubin"
         else:  # what makes dq of its sums
             assert case.spec.kernel == "convert_dq"
-    assert set(cases) < set(cases_for(MAIN))
     others = set(CAPABILITIES) - {MAIN}
-    assert not any(wgmma_cases_for(capability) for capability in others)
+    assert not any(wgmma_gradient_cases_for(capability) for capability in others)
 
 
 def test_cases_of_mma_are_what_a_gpu_gets() -> None:
