@@ -106,7 +106,7 @@ FAULTS = (
           "shared.q_pipeline.wait_empty(slot);", ""),
     Fault("copies that don't see the barriers", "backward_storage.cuh", "ptx::mbarrier_init_fence();", ""),
     Fault("barriers that nobody waits for", "backward.cuh", "}\n  __syncthreads();\n", "}\n"),
-    Fault("more registers than there are", "backward.cuh", "registers_increase<240>", "registers_increase<248>"),
+    Fault("more registers than there are", "backward.cuh", "registers_increase<kGradientRegisters>", "registers_increase<248>"),
     # What one consumer does before the other has got there.
     Fault("no barrier before the first product", "backward_consumer.cuh",
           "consumers_barrier<Traits>();\n\n  Sums", "\n  Sums", _LENGTHS),
