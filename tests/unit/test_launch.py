@@ -838,9 +838,10 @@ assert random.getstate() == before
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_tensor_maps_are_made_once_for_each_address(
+def counting_maps(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> tuple[RecordingDevice, list[int]]:
+    """Return a device, and a list to which it adds the address of each map it makes."""
     device = RecordingDevice(GPUS["wgmma"])
     made: list[int] = []
     encode = device.tensor_map
@@ -850,6 +851,13 @@ def test_tensor_maps_are_made_once_for_each_address(
         return encode(pointer, *rest)
 
     monkeypatch.setattr(device, "tensor_map", counting)
+    return device, made
+
+
+def test_tensor_maps_are_made_once_for_each_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, made = counting_maps(monkeypatch)
     like = example(dtype=DTYPES["fp16"])
     out = device.array(np.zeros(output_shape(like), np.float16))
     for _ in range(3):
@@ -872,15 +880,7 @@ def test_tensor_maps_are_made_once_for_each_address(
 def test_tensor_maps_of_all_kinds_share_one_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = RecordingDevice(GPUS["wgmma"])
-    made: list[int] = []
-    encode = device.tensor_map
-
-    def counting(pointer: int, *rest: Any) -> bytes:
-        made.append(pointer)
-        return encode(pointer, *rest)
-
-    monkeypatch.setattr(device, "tensor_map", counting)
+    device, made = counting_maps(monkeypatch)
     monkeypatch.setattr(launch, "_MAPS_REMEMBERED", 3)
     monkeypatch.setattr(launch, "_MAPPED", deque())
     calls = []
