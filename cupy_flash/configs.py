@@ -277,6 +277,9 @@ WGMMA_FORWARD = (
 WGMMA_BACKWARD = (
     WgmmaTile(consumers=2, columns=128, depth=64, depth_v=64),
     WgmmaTile(consumers=2, columns=64, depth=128, depth_v=128),
+    WgmmaTile(consumers=3, columns=64, depth=192, depth_v=128, by_role=True),
+    WgmmaTile(consumers=3, columns=64, depth=192, depth_v=192, by_role=True),
+    WgmmaTile(consumers=3, columns=64, depth=256, depth_v=256, by_role=True),
 )
 
 

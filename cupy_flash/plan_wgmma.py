@@ -182,7 +182,7 @@ class WgmmaBuilder(Builder):
         shape = (*sums[:2], sums[2] * _MMA_ROWS // tile.columns, 2, tile.columns)
         self.add_workspace("row_terms", shape)
         self._add_terms(tile, blocks(padded, configs.PASS_THREADS // DELTA_LANES))
-        self.add_step("backward", tile, grid)
+        self.add_step("backward_by_role" if tile.by_role else "backward", tile, grid)
         self.add_convert_dq(
             MmaTile(_MMA_ROWS, _MMA_ROWS, tile.depth, tile.depth, warps=1), sums
         )
@@ -243,7 +243,7 @@ class WgmmaBuilder(Builder):
     def _tile(self) -> WgmmaTile:
         """Return the tile that the table gives, or the one asked for."""
         if isinstance(self.forced, WgmmaTile):
-            self.check_forced("forward", self.forced)
+            self.check_forced("forward", self.forced, self.forced.forward_fault)
             return self.forced
         p = self.problem
         banded = p.left is not None or p.right is not None

@@ -40,6 +40,10 @@ _KERNELS = {
     ),
     ("wgmma", "forward"): ("wgmma/forward.cuh", "wgmma::ForwardStorage<Traits>"),
     ("wgmma", "backward"): ("wgmma/backward.cuh", "wgmma::BackwardStorage<Traits>"),
+    ("wgmma", "backward_by_role"): (
+        "wgmma/backward_by_role.cuh",
+        "wgmma::BackwardStorage<Traits, true>",
+    ),
     ("wgmma", "backward_terms"): ("wgmma/backward_terms.cuh", None),
     ("passes", "delta"): ("passes/delta.cuh", None),
     ("mma", "convert_dq"): ("mma/convert_dq.cuh", "mma::ConvertDqStorage<Traits>"),
@@ -50,6 +54,7 @@ _KERNELS = {
 _MAPS = {
     ("wgmma", "forward"): "wgmma::ForwardMaps",
     ("wgmma", "backward"): "wgmma::BackwardMaps",
+    ("wgmma", "backward_by_role"): "wgmma::BackwardMaps",
 }
 # Families for one architecture, whose code runs on no other.
 _ARCHITECTURE_SPECIFIC = ("wgmma",)

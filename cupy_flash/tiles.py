@@ -239,6 +239,8 @@ class WgmmaTile:
         once.
     ping_pong : bool
         Consumers start their products in turn.
+    by_role : bool
+        For the gradients: three consumers share 64 keys and each makes other products.
     """
 
     consumers: int
@@ -247,6 +249,7 @@ class WgmmaTile:
     depth_v: int
     stages: int = 2
     ping_pong: bool = False
+    by_role: bool = False
 
     # One block has a multiprocessor.
     blocks = 1
@@ -259,7 +262,7 @@ class WgmmaTile:
     @property
     def rows(self) -> int:
         """Queries, or keys for the gradients, that a block owns at a time."""
-        return _GROUP_ROWS * self.consumers
+        return _GROUP_ROWS * (1 if self.by_role else self.consumers)
 
     @property
     def threads(self) -> int:
@@ -268,8 +271,8 @@ class WgmmaTile:
 
     @property
     def name(self) -> str:
-        """The tile in a kernel's name: s is for stages, p for ping-pong."""
-        turns = "p" if self.ping_pong else ""
+        """The tile in a kernel's name: s for stages, p for ping-pong, r for by role."""
+        turns = ("p" if self.ping_pong else "") + ("r" if self.by_role else "")
         return (
             f"{self.rows}x{self.columns}d{self.depth}v{self.depth_v}"
             f"_{self.stages}s{turns}"
@@ -291,7 +294,7 @@ class WgmmaTile:
 
     def shared_memory(self, kernel: str, dtype: np.dtype, variant: Variant) -> int:
         """Return the bytes of shared memory of a kernel; the compiler checks them."""
-        if kernel == "backward":
+        if kernel in ("backward", "backward_by_role"):
             return self._backward_bytes()
         return self._bytes(*self._layout())
 
@@ -302,11 +305,12 @@ class WgmmaTile:
         )
         ds = 2 * _panel_bytes(self.columns, self.rows)
         terms = self.stages * 2 * self.columns * 4
+        weights = self.stages * self.columns * self.rows * 2 if self.by_role else 0
         return (
             own
             + self.stages * other
             + ds
-            + _round_up(terms, _PANEL_ALIGNMENT)
+            + _round_up(terms + weights, _PANEL_ALIGNMENT)
             + _PANEL_ALIGNMENT  # barriers, and what is to be done
         )
 
@@ -331,8 +335,21 @@ class WgmmaTile:
         )
 
     @property
+    def forward_fault(self) -> str:
+        """Why no kernel of the forward pass can have the tile; empty if one can."""
+        return "only the gradients are made by role" if self.by_role else ""
+
+    @property
     def backward_fault(self) -> str:
         """Why no kernel of the gradients can have the tile; empty if one can."""
+        if self.by_role:
+            if (self.consumers, self.columns, self.stages) != (3, _GROUP_ROWS, 2):
+                return "by role there are 3 consumers, 64 columns and 2 stages"
+            if self.ping_pong:
+                return "by role there is no ping-pong"
+            if self.depth % _PANEL_COLUMNS or self.depth_v % _PANEL_COLUMNS:
+                return "by role, depth and depth_v are multiples of 64"
+            return ""
         if self.consumers != 2 or self.stages != 2 or self.ping_pong:
             return "the gradients have 2 consumers and 2 stages, without ping-pong"
         if self.depth % 32:
@@ -362,6 +379,8 @@ class WgmmaTile:
             return "columns must be a multiple of 16 up to 256"
         if any(d % 16 or not 16 <= d <= 256 for d in (self.depth, self.depth_v)):
             return "depth and depth_v must be multiples of 16 up to 256"
+        if self.by_role:
+            return ""
         sums = (self.depth_v + self.columns) // 2 + self.columns // 4
         if sums + _HOPPER_OTHER_REGISTERS > _HOPPER_REGISTERS[self.consumers]:
             return (

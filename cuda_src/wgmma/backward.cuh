@@ -35,7 +35,7 @@ CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
 
   if (group == 0) {
     ptx::registers_decrease<kLoaderRegisters>();
-    if (threadIdx.x == 0) load_backward<Traits>(params, maps, shared);
+    if (threadIdx.x == 0) load_backward(params, maps, shared);
   } else {
     ptx::registers_increase<kGradientRegisters>();
     differentiate<Traits>(params, maps, shared, group - 1);

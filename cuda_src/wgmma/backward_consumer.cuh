@@ -7,22 +7,10 @@
 // warpgroup has to wait for the other.
 #pragma once
 
-#include "mma/dq_sums.cuh"
-#include "mma/gradient.cuh"
-#include "ptx/arithmetic.cuh"
-#include "ptx/reduce.cuh"
-#include "wgmma/backward_storage.cuh"
-#include "wgmma/epilogue.cuh"
-#include "wgmma/products.cuh"
+#include "wgmma/backward_steps.cuh"
 
 namespace cupy_flash {
 namespace wgmma {
-
-// Barriers of both consumers; those of one warpgroup are 1 + its number.
-template <class Traits>
-CUPY_FLASH_DEVICE void consumers_barrier() {
-  ptx::named_barrier(1 + Traits::kConsumers, Traits::kConsumers * kWarpgroup);
-}
 
 // How the two consumers divide a tile of dQ: by queries, or by channels if it has only 64 queries.
 template <class Traits>
@@ -41,71 +29,21 @@ struct DqPart {
       : row(kByQueries ? group * kGroupRows : 0), channel(kByQueries ? 0 : group * kChannels) {}
 };
 
-// A thread's place in its warpgroup, found out anew wherever it is needed: registers are few.
-struct Thread {
-  int lane;
-  int warp;
-
-  CUPY_FLASH_DEVICE Thread() {
-    const int index = ptx::opaque(int(threadIdx.x)) % kWarpgroup;
-    lane = index % kWarpSize;
-    warp = index / kWarpSize;
-  }
-};
-
-// Where a lane's sums of a tile of dQ begin. Fragments lie one after the other, first by queries,
-// then by channels.
-template <class Traits>
-CUPY_FLASH_DEVICE int dq_offset(const DqPart<Traits>& part) {
-  const Thread thread;
-  const int fragment = (part.row / 16 + thread.warp) * (Traits::kDepth / 8) + part.channel / 8;
-  return fragment * mma::kFragmentSize + 4 * thread.lane;
-}
-
-template <int kN>
-CUPY_FLASH_DEVICE void add_dq(float* to, const Sums<kN>& dq) {
-  static_assert(ptx::kHasVectorRed, "a lane's sums lie side by side, as in DqSums");
-#pragma unroll
-  for (int j = 0; j < kN; ++j) ptx::red_add_4(to + j * mma::kFragmentSize, dq[0][j]);
-}
-
-CUPY_FLASH_DEVICE Range uniform(const Range& range) {
-  return {uniform(range.begin), uniform(range.end)};
-}
-
-CUPY_FLASH_DEVICE bool contains_rows(const Range& range, int row0, int rows) {
-  return row0 >= range.begin && row0 + rows <= range.end;
-}
-
 // Writes 64 rows of dK and of dV, and begins to store them.
 template <class Traits>
 CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
                                        const BackwardMaps& maps, BackwardStorage<Traits>& shared,
                                        int group, const Sums<Traits::kDepth / 8>& dk,
                                        const Sums<Traits::kDepthV / 8>& dv) {
-  using Element = typename Traits::Element;
-  using Position = HeadPosition<Traits::kBatchAxes>;
   const KeyBlock<Traits>& block = shared.block;
-  const mma::Lane lane;
   const int group_row = group * kGroupRows;
-  const int warp_row = group_row + threadIdx.x % kWarpgroup / kWarpSize * 16;
-  float one[2], scale[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool inside = block.row0 + warp_row + lane.g + 8 * half < block.seqlen.k;
-    one[half] = inside ? 1.0f : -1.0f;
-    scale[half] = inside ? float(params.scale) : -1.0f;
-  }
-  write_sums<Element>(shared.v, warp_row, dv, one);
+  write_gradient(block, shared.v, group_row, dv, 1.0f);
   consumers_barrier<Traits>();  // both have read all keys
-  write_sums<Element>(shared.k, warp_row, dk, scale);
+  write_gradient(block, shared.k, group_row, dk, float(params.scale));
   group_barrier(group);
   if (threadIdx.x % kWarpgroup == 0) {
-    const int row0 = block.row0 + group_row;
-    store_panels(maps.dv, shared.v, Position(params.dv_strides, block.batch, block.head), row0,
-                 group_row);
-    store_panels(maps.dk, shared.k, Position(params.dk_strides, block.batch, block.head), row0,
-                 group_row);
+    store_gradient(maps.dv, params.dv_strides, block, shared.v, group_row);
+    store_gradient(maps.dk, params.dk_strides, block, shared.k, group_row);
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
   }
@@ -133,46 +71,6 @@ CUPY_FLASH_DEVICE u32 unknown_zero(const Params<Traits::kBatchAxes>& params) {
   return u32(params.top_left) >> 1;
 }
 
-CUPY_FLASH_DEVICE u32 limited_to_one(u32 pair, fp16) {
-  return ptx::min_or_nan_fp16x2(pair, 0x3c003c00);
-}
-CUPY_FLASH_DEVICE u32 limited_to_one(u32 pair, bf16) {
-  return ptx::min_or_nan_bf16x2(pair, 0x3f803f80);
-}
-
-template <class Element, int kN>
-CUPY_FLASH_DEVICE void limit_to_one(Weights<kN>& weights) {
-#pragma unroll
-  for (int t = 0; t < kN / 2; ++t) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) weights[t][r] = limited_to_one(weights[t][r], Element{});
-  }
-}
-
-// dS = P (dP - delta), of P as floats or as weights.
-template <class Element, int kN>
-CUPY_FLASH_DEVICE void make_ds(Weights<kN>& ds, Sums<kN>& p, const Sums<kN>& dp) {
-#pragma unroll
-  for (int j = 0; j < kN; ++j) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) p[0][j][c] *= dp[0][j][c];
-  }
-  make_weights<Element, kN>(ds, p);
-}
-template <class Element, int kN>
-CUPY_FLASH_DEVICE void make_ds(Weights<kN>& ds, const Weights<kN>& p, const Sums<kN>& dp) {
-#pragma unroll
-  for (int j = 0; j < kN; ++j) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float low, high;
-      mma::widen_pair(p[j / 2][j % 2 * 2 + half], low, high, Element{});
-      ds[j / 2][j % 2 * 2 + half] =
-          mma::narrow_pair(low * dp[0][j][2 * half], high * dp[0][j][2 * half + 1], Element{});
-    }
-  }
-}
-
 template <class Traits>
 CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
                                      const BackwardMaps& maps, BackwardStorage<Traits>& shared,
@@ -196,9 +94,6 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   const DqPart<Traits> part(group);
   const KeyBlock<Traits>& block = shared.block;
   const int count = uniform(block.count);
-  const auto pair_at = [&](const float (&terms)[kColumns], int j) {
-    return read_pack<float, 2>(&terms[8 * j + Thread().lane % 4 * 2]);
-  };
 
   // dS of no tile, for the product that is made beside the first.
   clear_rows<kThreads, true>(shared.ds[kStages - 1], 0, {0, 0});
@@ -220,7 +115,7 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   int query0 = uniform(block.tiles.begin) * kColumns;
   int left = uniform(block.tiles.end - block.tiles.begin);  // tiles of this head
   // Where dQ of the tile before is summed, and the tiles between that one and this one.
-  float* dq_to = block.dq_sums + dq_offset<Traits>(part) +
+  float* dq_to = block.dq_sums + dq_offset<Traits>(part.row, part.channel) +
                  i64(block.tiles.begin - 1) * (kColumns * Traits::kDepth);
   int skipped = 0;
   const auto begin_dq_in = [&](Sums<kQ>& dq, const Slot<kStages>& slot) {
@@ -279,8 +174,7 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::wgmma_wait<1>();
     ptx::hold(flat<kN>(s));
 
-    // P = exp(S - lse), at most 1: a logit is never above its row's lse, but rounding may put it
-    // there
+    // P = exp(S - lse), at most 1
     if (!is_plain && !mma::contains(uniform(block.clear[group]), query0)) {
       const Mask<Traits> mask(params, block.batch, 0, block.seqlen);
       mma::hide_columns(s, mask, query0, block.row0 + group_row + 16 * Thread().warp);

@@ -7,10 +7,11 @@
 namespace cupy_flash {
 namespace wgmma {
 
-template <class Traits>
+template <class Traits, bool kByRole>
 CUPY_FLASH_DEVICE void load_backward(const Params<Traits::kBatchAxes>& params,
-                                     const BackwardMaps& maps, BackwardStorage<Traits>& shared) {
-  using Storage = BackwardStorage<Traits>;
+                                     const BackwardMaps& maps,
+                                     BackwardStorage<Traits, kByRole>& shared) {
+  using Storage = BackwardStorage<Traits, kByRole>;
   using Position = HeadPosition<Traits::kBatchAxes>;
   using Terms = typename Storage::Terms;
   const KeyBlock<Traits>& block = shared.block;
@@ -53,6 +54,10 @@ CUPY_FLASH_DEVICE void load_backward(const Params<Traits::kBatchAxes>& params,
   if (count > 0) {  // consumers look one tile ahead
     shared.q_pipeline.wait_empty(slot);
     shared.q_pipeline.publish(slot);
+    if constexpr (kByRole) {
+      shared.dout_pipeline.wait_empty(slot);
+      shared.dout_pipeline.publish(slot);
+    }
   }
 }
 

@@ -30,6 +30,8 @@ CUPY_FLASH_DEVICE int query_tiles(const Params<Traits::kBatchAxes>& params) {
 // registers to spare.
 template <class Traits>
 struct KeyBlock {
+  static constexpr int kGroups = Traits::kRows / kGroupRows;
+
   int row0;
   int head;
   int first_head_q;
@@ -43,11 +45,11 @@ struct KeyBlock {
   Range queries;
   float* dq_sums;  // of these heads
   float to_exponent;
-  // Of a warpgroup: first queries of tiles all of whose pairs are seen.
-  Range clear[Traits::kConsumers];
-  // The same of those that need no clearing of rows either. Inside `queries`, so that both groups
-  // find out of a tile with rows to be cleared.
-  Range plain[Traits::kConsumers];
+  // Of each 64 keys: first queries of tiles all of whose pairs are seen.
+  Range clear[kGroups];
+  // The same of those that need no clearing of rows either. Inside `queries`, so that all who
+  // compute find out of a tile with rows to be cleared.
+  Range plain[kGroups];
 
   // Heads come in sections that the L2 cache has room for; in each, the first keys come first,
   // which under a causal mask most queries see.
@@ -78,7 +80,7 @@ struct KeyBlock {
               heads_before(params) * params.dq_row_tiles * (16 * Traits::kDepth);
     to_exponent = Logits<Traits>::to_exponent(params);
 #pragma unroll 1
-    for (int g = 0; g < Traits::kConsumers; ++g) {
+    for (int g = 0; g < kGroups; ++g) {
       clear[g] = clear_queries(band, row0 + g * kGroupRows);
       plain[g] = {max_of(clear[g].begin, queries.begin),
                   min_of(clear[g].end, queries.end - Traits::kColumns + 1)};
@@ -137,7 +139,22 @@ struct alignas(16) RowTermsTile {
   float minus_delta[kColumns];
 };
 
+// Weights on their way from the warpgroup that makes them to the one that makes dS of them, each
+// thread's to the thread in the same place; nothing if a warpgroup does both.
+template <class Traits, bool kByRole>
+struct WeightSlots {
+  Pack<u32, 4> values[Traits::kStages][Traits::kColumns / 16][kWarpgroup];
+  Pipeline<Traits::kStages> pipeline;
+
+  CUPY_FLASH_DEVICE void init(int publishes, int releases) { pipeline.init(publishes, releases); }
+};
 template <class Traits>
+struct WeightSlots<Traits, false> {
+  CUPY_FLASH_DEVICE void init(int, int) {}
+};
+
+// kByRole: of the kernel whose warpgroups each make other products, of the same 64 keys.
+template <class Traits, bool kByRole = false>
 struct BackwardStorage {
   using Element = typename Traits::Element;
   using TileK = Panels<Element, Traits::kRows, Traits::kDepth>;
@@ -154,6 +171,7 @@ struct BackwardStorage {
   TileO dout[Traits::kStages];
   TileDs ds[Traits::kStages];  // rows are queries; that of the tile before is still read
   Terms terms[Traits::kStages];
+  WeightSlots<Traits, kByRole> weights;
   KeyBlock<Traits> block;
   Pipeline<1> k_pipeline;
   Pipeline<1> v_pipeline;
@@ -163,12 +181,16 @@ struct BackwardStorage {
 
   // One thread of the block does it.
   CUPY_FLASH_DEVICE void init() {
-    constexpr int kWarps = Traits::kConsumers * kWarpgroup / kWarpSize;
+    constexpr int kWarps = kWarpgroup / kWarpSize;
+    // Warpgroups that read queries, and those that write a tile of dS.
+    constexpr int kReaders = kByRole ? 2 : Traits::kConsumers;
+    constexpr int kWriters = kByRole ? 1 : Traits::kConsumers;
     k_pipeline.init(1, 1);
     v_pipeline.init(1, 1);
-    q_pipeline.init(1, kWarps);
-    dout_pipeline.init(1, kWarps);
-    ds_pipeline.init(kWarps, 1);
+    q_pipeline.init(1, kReaders * kWarps);
+    dout_pipeline.init(1, kReaders * kWarps);
+    weights.init(kWarps, kWarps);
+    ds_pipeline.init(kWriters * kWarps, kWarps);
     ptx::mbarrier_init_fence();
   }
 };

@@ -69,10 +69,11 @@ CUPY_FLASH_DEVICE void repeat_logits(Sums<kN>& s, TileQ& q, int row, TileK& k) {
   }
 }
 
-// Begins O += P V.
+// Begins O += P V, for the channels of V from `channel` on.
 template <class Element, int kO, int kFragments, class TileV>
-CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], TileV& v) {
-  const u64 right = v.across_depth();
+CUPY_FLASH_DEVICE void begin_output(Sums<kO>& o, const u32 (&p)[kFragments][4], TileV& v,
+                                    int channel = 0) {
+  const u64 right = ptx::wgmma_advance(v.across_depth(), TileV::channel_step(channel));
 #pragma unroll
   for (int t = 0; t < kFragments; ++t) {
     ptx::wgmma_rs<Element, 8 * kO, true>(flat<kO>(o), p[t],

@@ -110,6 +110,7 @@ LENGTHS = {
     "k_lengths": (130, 60, 13, 0),
 }  # fmt: skip
 WIDE = {"d": 128}
+DEEP = {"d": 256, "hq": 1}
 
 CASES = (
     backward("plain"),
@@ -165,6 +166,22 @@ CASES = (
     backward("head_96", causal=True, d=96, dv=64, hq=1),
     backward("head_64_72", causal=True, d=64, dv=72, hq=1),
     backward("fp16", "float16", causal=True, d=128, dv=120, **LENGTHS),
+    backward("plain", **DEEP),
+    backward("one", sq=1, sk=1, **DEEP),
+    backward("full", sq=64, sk=128, **DEEP),
+    backward("one_more", sq=129, sk=65, **DEEP),
+    backward("many_queries", sq=330, sk=30, **DEEP),
+    backward("groups_of_3", hq=3, d=256, sq=100, sk=70),
+    backward("lengths", d=256, **LENGTHS),
+    backward("causal", causal=True, **_FLAT, **DEEP),
+    backward("tall", causal=True, **_TALL, **DEEP),
+    backward("window", window=(50, 20), **_TALL, **DEEP),
+    backward("left", window=(40, None), **_TALL, **DEEP),
+    backward("axes", batch=(2, 2), memory="dense", sq=70, sk=70, **DEEP),
+    backward("head_136", causal=True, d=136, dv=64, sq=100),
+    backward("head_192", causal=True, d=192, dv=128, hq=1),
+    backward("head_128_200", d=128, dv=200, hq=1),
+    backward("fp16", "float16", causal=True, d=248, dv=176, **LENGTHS),
 )  # fmt: skip
 
 
