@@ -148,9 +148,7 @@ class WgmmaBuilder(Builder):
         if tiles == 0:
             return
         self.section = self._section(heads)
-        self.add_step("forward", tile, min(tiles, self.device.multiprocessors))
-        if tiles > self.device.multiprocessors:
-            self.add_workspace("claims", (1,), dtype=np.dtype(np.uint64))
+        self._add_claiming("forward", tile, tiles)
         # The order of wgmma/storage.cuh.
         self._add_maps(
             {"q": tile.rows, "k": tile.columns, "v": tile.columns, "out": tile.rows}
@@ -167,9 +165,9 @@ class WgmmaBuilder(Builder):
                 f"{_MOST_SUMS} times the memory of out, lse and dq"
             )
         heads = p.batch * p.heads_kv
-        grid = heads * blocks(p.seqlen_k, tile.rows)
-        if grid > MAX_GRID:
-            raise DoesNotFit(f"backward: {grid} blocks are more than a launch can have")
+        tiles = heads * blocks(p.seqlen_k, tile.rows)
+        if tiles > MAX_GRID:
+            raise DoesNotFit(f"backward: {tiles} tiles are more than a launch can have")
         self.reasons.append(
             "one kernel for dq, dk and dv: its blocks add to dq by atomics, so the "
             "last bits of dq may differ between runs; deterministic=True avoids that"
@@ -182,7 +180,8 @@ class WgmmaBuilder(Builder):
         shape = (*sums[:2], sums[2] * _MMA_ROWS // tile.columns, 2, tile.columns)
         self.add_workspace("row_terms", shape)
         self._add_terms(tile, blocks(padded, configs.PASS_THREADS // DELTA_LANES))
-        self.add_step("backward_by_role" if tile.by_role else "backward", tile, grid)
+        kernel = "backward_by_role" if tile.by_role else "backward"
+        self._add_claiming(kernel, tile, tiles)
         self.add_convert_dq(
             MmaTile(_MMA_ROWS, _MMA_ROWS, tile.depth, tile.depth, warps=1), sums
         )
@@ -193,6 +192,12 @@ class WgmmaBuilder(Builder):
                 "dout": tile.columns, "dk": _GROUP_ROWS, "dv": _GROUP_ROWS,
             }
         )  # fmt: skip
+
+    def _add_claiming(self, kernel: str, tile: WgmmaTile, tiles: int) -> None:
+        """Add a launch whose blocks stay and claim a tile after the other."""
+        self.add_step(kernel, tile, min(tiles, self.device.multiprocessors))
+        if tiles > self.device.multiprocessors:
+            self.add_workspace("claims", (1,), dtype=np.dtype(np.uint64))
 
     def _add_terms(self, tile: WgmmaTile, grid: int) -> None:
         spec = replace(

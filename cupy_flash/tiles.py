@@ -306,13 +306,15 @@ class WgmmaTile:
         ds = 2 * _panel_bytes(self.columns, self.rows)
         terms = self.stages * 2 * self.columns * 4
         weights = self.stages * self.columns * self.rows * 2 if self.by_role else 0
-        return (
-            own
-            + self.stages * other
+        others = (
+            self.stages * other
             + ds
             + _round_up(terms + weights, _PANEL_ALIGNMENT)
             + _PANEL_ALIGNMENT  # barriers, and what is to be done
         )
+        # The next keys are loaded beside the work on these if there is room for both.
+        both = 2 * own + others
+        return both if both <= _HOPPER_SHARED_MEMORY else own + others
 
     def _layout(self) -> tuple[int, bool]:
         """Return how many tiles' queries there is room for, and if also for output."""

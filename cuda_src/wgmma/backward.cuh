@@ -1,6 +1,6 @@
 // dV = Pᵀ dO, dK = scale * dSᵀ Q and, in the same pass, the sums of dQ = scale * dS K on Hopper: a
-// block owns kRows keys of one kv head and walks over the queries of all heads that read them. One
-// thread of its first warpgroup loads; the other warpgroups compute.
+// block takes kRows keys of one kv head after the other and walks over the queries of all heads
+// that read them. Threads of its first warpgroup load and store; the other warpgroups compute.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -13,7 +13,7 @@ namespace wgmma {
 
 // Registers of a thread.
 constexpr int kGradientRegisters = 240;
-constexpr int kLoaderRegisters = 24;
+constexpr int kSupplierRegisters = 24;
 
 template <class Traits>
 CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
@@ -23,22 +23,17 @@ CUPY_FLASH_DEVICE void backward(const Params<Traits::kBatchAxes>& params,
   auto& shared = shared_storage<BackwardStorage<Traits>>();
   const int group = uniform(int(threadIdx.x) / kWarpgroup);
 
-  if (threadIdx.x == 0) {
-    shared.init();
-    shared.block.describe(params);
-    ptx::prefetch(maps.q);
-    ptx::prefetch(maps.k);
-    ptx::prefetch(maps.v);
-    ptx::prefetch(maps.dout);
-  }
+  if (threadIdx.x == 0) shared.start(maps);
   __syncthreads();
 
   if (group == 0) {
-    ptx::registers_decrease<kLoaderRegisters>();
-    if (threadIdx.x == 0) load_backward(params, maps, shared);
+    ptx::registers_decrease<kSupplierRegisters>();
+    supply(params, maps, shared);
   } else {
     ptx::registers_increase<kGradientRegisters>();
-    differentiate<Traits>(params, maps, shared, group - 1);
+    walk_blocks(shared, [&](const KeyBlock<Traits>& block, const Progress& at) {
+      differentiate(params, shared, block, group - 1, at);
+    });
   }
 }
 

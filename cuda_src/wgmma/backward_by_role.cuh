@@ -1,14 +1,16 @@
-// The gradients of large heads on Hopper: a block owns 64 keys of one kv head and walks over the
-// queries of all heads that read them, 64 at a time. One thread of the first warpgroup loads. As
-// sums of dK and of dV fill the registers of a warpgroup each, every other one makes what its own
-// gradient needs:
+// The gradients of large heads on Hopper: a block takes 64 keys of one kv head after the other and
+// walks over the queries of all heads that read them, 64 at a time. Threads of its first warpgroup
+// load and store. As sums of dK and of dV fill the registers of a warpgroup each, every other one
+// makes what its own gradient needs:
 //
 //   values   S = K Qᵀ, P, dV += Pᵀ dO    and hands P over in shared memory
 //   keys     dP = V dOᵀ, dS, dK += dSᵀ Q    and hands dS over, as a factor of a product
 //   queries  dQ = dS K    in parts of 64 channels, which it adds to sums in global memory
 //
 // Products of the next tile, S and dP, are begun behind those of this one, so that tensor cores
-// have work while P and dS are made. S and dP are transposed, as in backward_consumer.cuh.
+// have work while P and dS are made. Behind a block's last tile its own are made once more, and not
+// used: a branch around them would cost registers. S and dP are transposed, as in
+// backward_consumer.cuh.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -18,15 +20,23 @@
 namespace cupy_flash {
 namespace wgmma {
 
-enum class Role { kLoad, kValues, kKeys, kQueries };
+enum class Role { kSupply, kValues, kKeys, kQueries };
 
-// Registers of a thread: of those that sum dV and dK, of those that add dQ, and of those that load.
-constexpr int kSumRegisters = 208;
-constexpr int kAddRegisters = 72;
-constexpr int kLoadRegisters = 24;
+// Registers of a thread, together those of the launch, where all threads have as many.
+template <Role kRole>
+constexpr int kRegisters = kRole == Role::kValues    ? 208
+                           : kRole == Role::kKeys    ? 216
+                           : kRole == Role::kQueries ? 64
+                                                     : 24;
 
 template <class Traits>
 using RoleStorage = BackwardStorage<Traits, true>;
+
+// Where keys and values of a block are.
+template <class Traits>
+CUPY_FLASH_DEVICE auto key_slot(const Progress& progress) {
+  return slot_of<RoleStorage<Traits>::kKeyStages>(progress.block);
+}
 
 // Barrier of the warpgroups that read queries.
 template <class Traits>
@@ -50,13 +60,16 @@ CUPY_FLASH_DEVICE void begin_sums(Sums<kN>& sums, const u32 (&weights)[kFragment
 
 // Waits for the keys and the values, rows of which that nobody sees become zeros.
 template <class Traits>
-CUPY_FLASH_DEVICE void await_keys(RoleStorage<Traits>& shared, Role role) {
-  shared.k_pipeline.wait({});
-  shared.v_pipeline.wait({});
-  const KeyBlock<Traits>& block = shared.block;
-  if (!contains_rows(block.keys, block.row0, Traits::kRows)) {
-    if (role == Role::kValues) clear_rows<kWarpgroup, true>(shared.k, block.row0, block.keys);
-    if (role == Role::kKeys) clear_rows<kWarpgroup, true>(shared.v, block.row0, block.keys);
+CUPY_FLASH_DEVICE void await_keys(RoleStorage<Traits>& shared, const KeyBlock<Traits>& block,
+                                  const Progress& progress, Role role) {
+  const auto slot = key_slot<Traits>(progress);
+  shared.k_pipeline.wait(slot);
+  shared.v_pipeline.wait(slot);
+  if (!contains_rows(uniform(block.keys), block.row0, Traits::kRows)) {
+    if (role == Role::kValues)
+      clear_rows<kWarpgroup, true>(shared.k[slot.stage], block.row0, block.keys);
+    if (role == Role::kKeys)
+      clear_rows<kWarpgroup, true>(shared.v[slot.stage], block.row0, block.keys);
     ptx::async_proxy_fence();
     consumers_barrier<Traits>();
   }
@@ -80,15 +93,14 @@ struct Reader {
   CUPY_FLASH_DEVICE int query0() const { return at.tile * Traits::kColumns; }
   CUPY_FLASH_DEVICE bool is_plain() const { return mma::contains(plain, query0()); }
 
-  // Goes on to the next tile, which is the n-th, and waits for it. Of the one after the last, the
-  // producer only says that it is there.
-  CUPY_FLASH_DEVICE void next(RoleStorage<Traits>& shared, int n) {
+  // Goes on to the next tile, which is the n-th of all blocks, and waits for it.
+  CUPY_FLASH_DEVICE void next(RoleStorage<Traits>& shared, const KeyBlock<Traits>& block, int n) {
     const auto slot = slot_of<Traits::kStages>(n);
     at.advance(tiles, per_head);
     shared.q_pipeline.wait(slot);
     if constexpr (kRole == Role::kKeys) shared.dout_pipeline.wait(slot);
     if (!is_plain()) {
-      const Range queries = uniform(shared.block.queries);
+      const Range queries = uniform(block.queries);
       if (!contains_rows(queries, query0(), Traits::kColumns)) {
         if constexpr (kRole == Role::kKeys) {
           clear_rows<kWarpgroup, true>(shared.dout[slot.stage], query0(), queries);
@@ -102,52 +114,49 @@ struct Reader {
   }
 };
 
-// Writes dV or dK once nobody reads values or keys any more, and begins to store it.
+// Writes dV or dK once nobody reads values or keys any more.
 template <class Traits, class Tile, int kN>
-CUPY_FLASH_DEVICE void finish(const ptx::TensorMap& map,
-                              const SequenceStrides<Traits::kBatchAxes>& strides,
-                              const KeyBlock<Traits>& block, Tile& tile, const Sums<kN>& sums,
-                              float scale, Role role) {
+CUPY_FLASH_DEVICE void finish(RoleStorage<Traits>& shared, const KeyBlock<Traits>& block,
+                              const Progress& progress, Tile& tile, const Sums<kN>& sums,
+                              float scale) {
   consumers_barrier<Traits>();
   write_gradient(block, tile, 0, sums, scale);
-  group_barrier(int(role));
-  if (threadIdx.x % kWarpgroup == 0) {
-    store_gradient(map, strides, block, tile, 0);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
-  }
+  __syncwarp();  // all lanes have written
+  shared.out_pipeline.publish(key_slot<Traits>(progress));
 }
 
 template <class Traits>
-CUPY_FLASH_DEVICE void sum_dv(const Params<Traits::kBatchAxes>& params, const BackwardMaps& maps,
-                              RoleStorage<Traits>& shared) {
+CUPY_FLASH_DEVICE void sum_dv(const Params<Traits::kBatchAxes>& params, RoleStorage<Traits>& shared,
+                              const KeyBlock<Traits>& block, const Progress& progress) {
   using Element = typename Traits::Element;
   constexpr int kStages = Traits::kStages;
   constexpr int kN = Traits::kColumns / 8;
   constexpr int kV = Traits::kDepthV / 8;
-  const KeyBlock<Traits>& block = shared.block;
-  const int count = uniform(block.count);
+  const int first = progress.tile;
+  const int end = first + uniform(block.count);
   const float to_exponent = block.to_exponent;
   Reader<Traits, Role::kValues> reader(params, block);
+  auto& keys = shared.k[key_slot<Traits>(progress).stage];
+  auto& values = shared.v[key_slot<Traits>(progress).stage];
   Sums<kV> dv = {};
   Sums<kN> s;
   const auto begin_s = [&](int n) {
-    begin_logits<Element, Traits::kDepth, kN>(s, shared.k, 0, shared.q[slot_of<kStages>(n).stage]);
+    begin_logits<Element, Traits::kDepth, kN>(s, keys, 0, shared.q[slot_of<kStages>(n).stage]);
   };
-  await_keys<Traits>(shared, Role::kValues);
-  if (count > 0) {
-    reader.next(shared, 0);
+  await_keys(shared, block, progress, Role::kValues);
+  if (first < end) {
+    reader.next(shared, block, first);
     ptx::hold(flat<kN>(s));
     ptx::hold(flat<kV>(dv));
     ptx::wgmma_fence();
-    begin_s(0);
+    begin_s(first);
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) {
+    for (int n = first; n < end; ++n) {
       const auto slot = slot_of<kStages>(n);
       ptx::wgmma_wait<0>();
       ptx::hold(flat<kN>(s));
       ptx::hold(flat<kV>(dv));
-      if (n > 0) shared.dout_pipeline.release(slot_of<kStages>(n - 1));
+      if (n > first) shared.dout_pipeline.release(slot_of<kStages>(n - 1));
 
       // P = exp(S - lse), at most 1
       if (!reader.is_plain() && !mma::contains(uniform(block.clear[0]), reader.query0())) {
@@ -176,34 +185,38 @@ CUPY_FLASH_DEVICE void sum_dv(const Params<Traits::kBatchAxes>& params, const Ba
       }
       __syncwarp();  // all lanes have written, and read the terms
       shared.weights.pipeline.publish(slot);
-      shared.q_pipeline.release(slot);
+      if (n + 1 < end) shared.q_pipeline.release(slot);
 
       // dV += Pᵀ dO, and S of the next tile
-      reader.next(shared, n + 1);
+      if (n + 1 < end) reader.next(shared, block, n + 1);
       shared.dout_pipeline.wait(slot);
       ptx::hold(flat(p));
       ptx::hold(flat<kV>(dv));
       ptx::hold(flat<kN>(s));
       ptx::wgmma_fence();
       begin_sums<Element>(dv, p, shared.dout[slot.stage]);
-      begin_s(n + 1);
+      begin_s(min_of(n + 1, end - 1));
     }
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kV>(dv));
+    shared.q_pipeline.release(slot_of<kStages>(end - 1));
+    shared.dout_pipeline.release(slot_of<kStages>(end - 1));
   }
-  finish(maps.dv, params.dv_strides, block, shared.v, dv, 1.0f, Role::kValues);
+  finish(shared, block, progress, values, dv, 1.0f);
 }
 
 template <class Traits>
-CUPY_FLASH_DEVICE void sum_dk(const Params<Traits::kBatchAxes>& params, const BackwardMaps& maps,
-                              RoleStorage<Traits>& shared) {
+CUPY_FLASH_DEVICE void sum_dk(const Params<Traits::kBatchAxes>& params, RoleStorage<Traits>& shared,
+                              const KeyBlock<Traits>& block, const Progress& progress) {
   using Element = typename Traits::Element;
   constexpr int kStages = Traits::kStages;
   constexpr int kN = Traits::kColumns / 8;
   constexpr int kD = Traits::kDepth / 8;
-  const KeyBlock<Traits>& block = shared.block;
-  const int count = uniform(block.count);
+  const int first = progress.tile;
+  const int end = first + uniform(block.count);
   Reader<Traits, Role::kKeys> reader(params, block);
+  auto& keys = shared.k[key_slot<Traits>(progress).stage];
+  auto& values = shared.v[key_slot<Traits>(progress).stage];
   Sums<kD> dk = {};
   Sums<kN> dp;
   // dPᵀ - delta = V dOᵀ - delta
@@ -218,24 +231,24 @@ CUPY_FLASH_DEVICE void sum_dk(const Params<Traits::kBatchAxes>& params, const Ba
     ptx::hold(flat<kN>(dp));
   };
   const auto begin_dp = [&](int n) {
-    begin_logits<Element, Traits::kDepthV, kN, true>(dp, shared.v, 0,
+    begin_logits<Element, Traits::kDepthV, kN, true>(dp, values, 0,
                                                      shared.dout[slot_of<kStages>(n).stage]);
   };
-  await_keys<Traits>(shared, Role::kKeys);
-  if (count > 0) {
-    reader.next(shared, 0);
-    read_minus_delta(0);
+  await_keys(shared, block, progress, Role::kKeys);
+  if (first < end) {
+    reader.next(shared, block, first);
+    read_minus_delta(first);
     ptx::hold(flat<kD>(dk));
     ptx::wgmma_fence();
-    begin_dp(0);
+    begin_dp(first);
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) {
+    for (int n = first; n < end; ++n) {
       const auto slot = slot_of<kStages>(n);
       ptx::wgmma_wait<0>();
       ptx::hold(flat<kN>(dp));
       ptx::hold(flat<kD>(dk));
-      if (n > 0) shared.q_pipeline.release(slot_of<kStages>(n - 1));
-      shared.dout_pipeline.release(slot);
+      if (n > first) shared.q_pipeline.release(slot_of<kStages>(n - 1));
+      if (n + 1 < end) shared.dout_pipeline.release(slot);
       Weights<kN> p, ds;
       shared.weights.pipeline.wait(slot);
 #pragma unroll
@@ -254,38 +267,42 @@ CUPY_FLASH_DEVICE void sum_dk(const Params<Traits::kBatchAxes>& params, const Ba
       shared.ds_pipeline.publish(slot);
 
       // dK += dSᵀ Q, and dP of the next tile
-      reader.next(shared, n + 1);
-      read_minus_delta(n + 1);
+      const int next = min_of(n + 1, end - 1);
+      if (n + 1 < end) reader.next(shared, block, n + 1);
+      read_minus_delta(next);
       ptx::hold(flat(ds));
       ptx::hold(flat<kD>(dk));
       ptx::wgmma_fence();
       begin_sums<Element>(dk, ds, shared.q[slot.stage]);
-      begin_dp(n + 1);
+      begin_dp(next);
     }
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kD>(dk));
+    shared.q_pipeline.release(slot_of<kStages>(end - 1));
+    shared.dout_pipeline.release(slot_of<kStages>(end - 1));
   }
-  finish(maps.dk, params.dk_strides, block, shared.k, dk, float(params.scale), Role::kKeys);
+  finish(shared, block, progress, keys, dk, float(params.scale));
 }
 
 template <class Traits>
-CUPY_FLASH_DEVICE void sum_dq(const Params<Traits::kBatchAxes>& params,
-                              RoleStorage<Traits>& shared) {
+CUPY_FLASH_DEVICE void sum_dq(const Params<Traits::kBatchAxes>& params, RoleStorage<Traits>& shared,
+                              const KeyBlock<Traits>& block, const Progress& progress) {
   using Element = typename Traits::Element;
   using Storage = RoleStorage<Traits>;
   using TileK = typename Storage::TileK;
   constexpr int kStages = Traits::kStages;
   constexpr int kN = kPanelColumns / 8;
   static_assert(Traits::kDepth % kPanelColumns == 0, "whole parts");
-  const KeyBlock<Traits>& block = shared.block;
-  const int count = uniform(block.count);
+  const int first = progress.tile;
+  const int end = first + uniform(block.count);
   const int per_head = query_tiles<Traits>(params);
   const Range tiles = uniform(block.tiles);
+  auto& keys = shared.k[key_slot<Traits>(progress).stage];
   float* const sums = block.dq_sums + dq_offset<Traits>(0, 0);
   QueryTile at = QueryTile::before_first(tiles);
-  await_keys<Traits>(shared, Role::kQueries);
+  await_keys(shared, block, progress, Role::kQueries);
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
+  for (int n = first; n < end; ++n) {
     const auto slot = slot_of<kStages>(n);
     at.advance(tiles, per_head);
     float* const to = sums + i64(at.index) * (Traits::kColumns * Traits::kDepth);
@@ -297,7 +314,7 @@ CUPY_FLASH_DEVICE void sum_dq(const Params<Traits::kBatchAxes>& params,
       ptx::wgmma_fence();
       begin_dq<Element, typename Storage::TileDs, TileK>(
           dq, shared.ds[slot.stage].along_depth(0),
-          ptx::wgmma_advance(shared.k.across_depth(), TileK::channel_step(channel)));
+          ptx::wgmma_advance(keys.across_depth(), TileK::channel_step(channel)));
       ptx::wgmma_wait<0>();
       ptx::hold(flat<kN>(dq));
       if (channel + kPanelColumns == Traits::kDepth) shared.ds_pipeline.release(slot);
@@ -315,28 +332,25 @@ CUPY_FLASH_DEVICE void backward_by_role(const Params<Traits::kBatchAxes>& params
   auto& shared = shared_storage<RoleStorage<Traits>>();
   const auto role = Role(uniform(int(threadIdx.x) / kWarpgroup));
 
-  if (threadIdx.x == 0) {
-    shared.init();
-    shared.block.describe(params);
-    ptx::prefetch(maps.q);
-    ptx::prefetch(maps.k);
-    ptx::prefetch(maps.v);
-    ptx::prefetch(maps.dout);
-  }
+  if (threadIdx.x == 0) shared.start(maps);
   __syncthreads();
 
-  if (role == Role::kLoad) {
-    ptx::registers_decrease<kLoadRegisters>();
-    if (threadIdx.x == 0) load_backward(params, maps, shared);
+  using Block = const KeyBlock<Traits>&;
+  if (role == Role::kSupply) {
+    ptx::registers_decrease<kRegisters<Role::kSupply>>();
+    supply(params, maps, shared);
   } else if (role == Role::kValues) {
-    ptx::registers_increase<kSumRegisters>();
-    sum_dv<Traits>(params, maps, shared);
+    ptx::registers_increase<kRegisters<Role::kValues>>();
+    walk_blocks(shared,
+                [&](Block block, const Progress& at) { sum_dv(params, shared, block, at); });
   } else if (role == Role::kKeys) {
-    ptx::registers_increase<kSumRegisters>();
-    sum_dk<Traits>(params, maps, shared);
+    ptx::registers_increase<kRegisters<Role::kKeys>>();
+    walk_blocks(shared,
+                [&](Block block, const Progress& at) { sum_dk(params, shared, block, at); });
   } else {
-    ptx::registers_decrease<kAddRegisters>();
-    sum_dq<Traits>(params, shared);
+    ptx::registers_decrease<kRegisters<Role::kQueries>>();
+    walk_blocks(shared,
+                [&](Block block, const Progress& at) { sum_dq(params, shared, block, at); });
   }
 }
 

@@ -29,26 +29,6 @@ struct DqPart {
       : row(kByQueries ? group * kGroupRows : 0), channel(kByQueries ? 0 : group * kChannels) {}
 };
 
-// Writes 64 rows of dK and of dV, and begins to store them.
-template <class Traits>
-CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
-                                       const BackwardMaps& maps, BackwardStorage<Traits>& shared,
-                                       int group, const Sums<Traits::kDepth / 8>& dk,
-                                       const Sums<Traits::kDepthV / 8>& dv) {
-  const KeyBlock<Traits>& block = shared.block;
-  const int group_row = group * kGroupRows;
-  write_gradient(block, shared.v, group_row, dv, 1.0f);
-  consumers_barrier<Traits>();  // both have read all keys
-  write_gradient(block, shared.k, group_row, dk, float(params.scale));
-  group_barrier(group);
-  if (threadIdx.x % kWarpgroup == 0) {
-    store_gradient(maps.dv, params.dv_strides, block, shared.v, group_row);
-    store_gradient(maps.dk, params.dk_strides, block, shared.k, group_row);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
-  }
-}
-
 // All bits of values, so that something can be made to depend on each of them.
 template <int kCount>
 CUPY_FLASH_DEVICE u32 bits_of(const u32 (&values)[kCount]) {
@@ -71,10 +51,11 @@ CUPY_FLASH_DEVICE u32 unknown_zero(const Params<Traits::kBatchAxes>& params) {
   return u32(params.top_left) >> 1;
 }
 
+// The gradients of one block of keys.
 template <class Traits>
 CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
-                                     const BackwardMaps& maps, BackwardStorage<Traits>& shared,
-                                     int group) {
+                                     BackwardStorage<Traits>& shared, const KeyBlock<Traits>& block,
+                                     int group, const Progress& progress) {
   using Element = typename Traits::Element;
   using Storage = BackwardStorage<Traits>;
   using TileK = typename Storage::TileK;
@@ -92,19 +73,21 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   constexpr bool kKeepsFloats = kN <= 8;
   const int group_row = group * kGroupRows;
   const DqPart<Traits> part(group);
-  const KeyBlock<Traits>& block = shared.block;
   const int count = uniform(block.count);
+  const int first = progress.tile;
+  const int end = first + count;
+  const auto keys_slot = slot_of<Storage::kKeyStages>(progress.block);
+  TileK& keys = shared.k[keys_slot.stage];
+  auto& values = shared.v[keys_slot.stage];
 
-  // dS of no tile, for the product that is made beside the first.
-  clear_rows<kThreads, true>(shared.ds[kStages - 1], 0, {0, 0});
-  shared.k_pipeline.wait({});
-  shared.v_pipeline.wait({});
-  if (!contains_rows(block.keys, block.row0, Traits::kRows)) {
-    clear_rows<kThreads, true>(shared.k, block.row0, block.keys);
-    clear_rows<kThreads, true>(shared.v, block.row0, block.keys);
+  shared.k_pipeline.wait(keys_slot);
+  shared.v_pipeline.wait(keys_slot);
+  if (!contains_rows(uniform(block.keys), block.row0, Traits::kRows)) {
+    clear_rows<kThreads, true>(keys, block.row0, block.keys);
+    clear_rows<kThreads, true>(values, block.row0, block.keys);
+    ptx::async_proxy_fence();
+    consumers_barrier<Traits>();
   }
-  ptx::async_proxy_fence();
-  consumers_barrier<Traits>();
 
   Sums<kD> dk = {};
   Sums<kV> dv = {};
@@ -124,7 +107,7 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::wgmma_fence();
     begin_dq<Element, TileDs, TileK>(
         dq, shared.ds[slot.stage].along_depth(part.row),
-        ptx::wgmma_advance(shared.k.across_depth(), TileK::channel_step(part.channel)));
+        ptx::wgmma_advance(keys.across_depth(), TileK::channel_step(part.channel)));
   };
 
   const auto begin_dv = [&](Weights<kN>& p, typename Storage::TileO& dout) {
@@ -139,13 +122,16 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
 #pragma unroll
     for (int j = 0; j < kN; ++j) minus_delta[j] = pair_at(terms.minus_delta, j);
   };
-  if (count > 0) shared.q_pipeline.wait({});
-  if constexpr (!kKeepsFloats) read_minus_delta(0);
+  if (count > 0) {
+    shared.q_pipeline.wait(slot_of<kStages>(first));
+    if constexpr (!kKeepsFloats) read_minus_delta(first);
+  }
 
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
+  for (int n = first; n < end; ++n) {
     const auto slot = slot_of<kStages>(n);
-    auto slot_before = slot_of<kStages>(n - 1);  // of none: the last, as if it had been written
+    // Of the block before, or of none, the last slot as if it had been written.
+    auto slot_before = slot_of<kStages>(n - 1);
     auto& q = shared.q[slot.stage];
     auto& dout = shared.dout[slot.stage];
     const auto& terms = shared.terms[slot.stage];
@@ -169,8 +155,8 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::hold(flat<kN>(s));
     ptx::hold(flat<kN>(dp));
     ptx::wgmma_fence();
-    begin_logits<Element, Traits::kDepth, kN>(s, shared.k, group_row, q);
-    begin_logits<Element, Traits::kDepthV, kN, true>(dp, shared.v, group_row, dout);
+    begin_logits<Element, Traits::kDepth, kN>(s, keys, group_row, q);
+    begin_logits<Element, Traits::kDepthV, kN, true>(dp, values, group_row, dout);
     ptx::wgmma_wait<1>();
     ptx::hold(flat<kN>(s));
 
@@ -225,7 +211,7 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::hold(flat<kQ>(dq));
     __syncwarp();  // all lanes have written
     shared.ds_pipeline.publish(slot);
-    if (n > 0) add_dq<kQ>(dq_to, dq);
+    if (n > first) add_dq<kQ>(dq_to, dq);
 
     // dV += Pᵀ dO, dK += dSᵀ Q
     if constexpr (kKeepsFloats) begin_dv(p, dout);
@@ -240,10 +226,12 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kD>(dk));
     ptx::hold(flat(ds));
+    // Behind the block's last tile, its own terms are read once more and not used: the next block's
+    // tile may come only after this block is done.
+    if (n + 1 < end) shared.q_pipeline.wait(slot_of<kStages>(n + 1));
+    if constexpr (!kKeepsFloats) read_minus_delta(min_of(n + 1, end - 1));
+    __syncwarp();  // all lanes have read
     shared.q_pipeline.release(slot);
-    // Of the tile after the last one, the producer only says that it is there.
-    shared.q_pipeline.wait(slot_of<kStages>(n + 1));
-    if constexpr (!kKeepsFloats) read_minus_delta(n + 1);
 
     dq_to += i64(skipped + 1) * (kColumns * Traits::kDepth);
     skipped = 0;
@@ -256,12 +244,16 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
   }
   if (count > 0) {
     Sums<kQ> dq;
-    begin_dq_in(dq, slot_of<kStages>(count - 1));
+    begin_dq_in(dq, slot_of<kStages>(end - 1));
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kQ>(dq));
     add_dq<kQ>(dq_to, dq);
   }
-  store_gradients<Traits>(params, maps, shared, group, dk, dv);
+  write_gradient(block, values, group_row, dv, 1.0f);
+  consumers_barrier<Traits>();  // both have read all keys
+  write_gradient(block, keys, group_row, dk, float(params.scale));
+  __syncwarp();  // all lanes have written
+  shared.out_pipeline.publish(keys_slot);
 }
 
 }  // namespace wgmma

@@ -119,13 +119,28 @@ CUPY_FLASH_DEVICE void write_gradient(const KeyBlock<Traits>& block, Tile& tile,
   write_sums<typename Traits::Element>(tile, warp_row, sums, factor);
 }
 
-// Begins to store what write_gradient has written. One thread does it.
-template <class Traits, class Tile>
-CUPY_FLASH_DEVICE void store_gradient(const ptx::TensorMap& map,
-                                      const SequenceStrides<Traits::kBatchAxes>& strides,
-                                      const KeyBlock<Traits>& block, Tile& tile, int group_row) {
-  const HeadPosition<Traits::kBatchAxes> at(strides, block.batch, block.head);
-  store_panels(map, tile, at, block.row0 + group_row, group_row);
+// How far a warpgroup has come: blocks of keys, and tiles of queries of all of them.
+struct Progress {
+  int block = 0;
+  int tile = 0;
+};
+
+// Calls part(block, progress) for each block of keys. A warp that returns has read what it needs of
+// the block.
+template <class Storage, class Part>
+CUPY_FLASH_DEVICE void walk_blocks(Storage& shared, const Part& part) {
+  Progress progress;
+#pragma unroll 1
+  while (true) {
+    const auto place = slot_of<Storage::Queue::kStages>(progress.block);
+    const auto& block = shared.queue.wait(place);
+    if (uniform(block.row0) < 0) break;
+    const int count = uniform(block.count);
+    part(block, progress);
+    shared.queue.release(place);
+    ++progress.block;
+    progress.tile += count;
+  }
 }
 
 }  // namespace wgmma

@@ -5,6 +5,7 @@
 #include "ptx/tensor_map.cuh"
 #include "wgmma/panels.cuh"
 #include "wgmma/pipeline.cuh"
+#include "wgmma/schedule.cuh"
 
 namespace cupy_flash {
 namespace wgmma {
@@ -31,8 +32,9 @@ CUPY_FLASH_DEVICE int query_tiles(const Params<Traits::kBatchAxes>& params) {
 template <class Traits>
 struct KeyBlock {
   static constexpr int kGroups = Traits::kRows / kGroupRows;
+  static constexpr bool kLastFirst = false;
 
-  int row0;
+  int row0;  // negative: there is no more work
   int head;
   int first_head_q;
   BatchIndex<Traits::kBatchAxes> batch;
@@ -51,18 +53,17 @@ struct KeyBlock {
   // compute find out of a tile with rows to be cleared.
   Range plain[kGroups];
 
-  // Heads come in sections that the L2 cache has room for; in each, the first keys come first,
-  // which under a causal mask most queries see.
-  CUPY_FLASH_DEVICE void describe(const Params<Traits::kBatchAxes>& params) {
-    const int key_tiles = ceil_div(int(params.seqlen_k), Traits::kRows);
-    const int heads = int(batch_size(params) * params.heads_kv);
-    const int section = int(params.section);
-    const int first = int(blockIdx.x) / (section * key_tiles) * section;
-    const int width = min_of(section, heads - first);
-    const int rest = int(blockIdx.x) - first * key_tiles;
-    const int flat_head = first + rest % width;
+  CUPY_FLASH_DEVICE static i64 heads(const Params<Traits::kBatchAxes>& params) {
+    return params.heads_kv;
+  }
+  CUPY_FLASH_DEVICE static i64 rows(const Params<Traits::kBatchAxes>& params) {
+    return params.seqlen_k;
+  }
+
+  CUPY_FLASH_DEVICE void describe(const Params<Traits::kBatchAxes>& params, int key_tile,
+                                  int flat_head) {
     const int group = int(params.heads_q / params.heads_kv);
-    row0 = rest / width * Traits::kRows;
+    row0 = key_tile * Traits::kRows;
     head = flat_head % int(params.heads_kv);
     first_head_q = head * group;
     batch = BatchIndex<Traits::kBatchAxes>(params, flat_head / int(params.heads_kv));
@@ -131,6 +132,8 @@ struct QueryTile {
   }
 };
 
+constexpr int kHopperSharedMemory = 227 * 1024;  // that a block can have
+
 // What the pass before the gradients leaves of each query: lse as a base-2 exponent, +inf where no
 // key is seen, and -delta.
 template <int kColumns>
@@ -163,35 +166,51 @@ struct BackwardStorage {
   using TileO = Panels<Element, Traits::kColumns, Traits::kDepthV>;
   using TileDs = Panels<Element, Traits::kColumns, Traits::kRows>;
   using Terms = RowTermsTile<Traits::kColumns>;
+  using Queue = WorkQueue<Traits, KeyBlock<Traits>>;
   static_assert(Traits::kStages == 2, "tiles of dS are as many: this one and the one before");
+  // The next keys are loaded beside the work on these if there is room for both.
+  static constexpr int kKeyBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kWeightBytes = kByRole ? Traits::kColumns * Traits::kRows * 2 : 0;
+  static constexpr int kOtherBytes =
+      Traits::kStages *
+          (TileQ::kBytes + TileO::kBytes + TileDs::kBytes + int(sizeof(Terms)) + kWeightBytes) +
+      kAtom;
+  static constexpr int kKeyStages = 2 * kKeyBytes + kOtherBytes <= kHopperSharedMemory ? 2 : 1;
 
-  TileK k;  // dK in the end
-  TileV v;  // dV in the end
+  TileK k[kKeyStages];  // dK in the end
+  TileV v[kKeyStages];  // dV in the end
   TileQ q[Traits::kStages];
   TileO dout[Traits::kStages];
   TileDs ds[Traits::kStages];  // rows are queries; that of the tile before is still read
   Terms terms[Traits::kStages];
   WeightSlots<Traits, kByRole> weights;
-  KeyBlock<Traits> block;
-  Pipeline<1> k_pipeline;
-  Pipeline<1> v_pipeline;
+  Pipeline<kKeyStages> k_pipeline;
+  Pipeline<kKeyStages> v_pipeline;
+  Pipeline<kKeyStages> out_pipeline;     // dK and dV, where the keys and values were
   Pipeline<Traits::kStages> q_pipeline;  // with terms
   Pipeline<Traits::kStages> dout_pipeline;
   Pipeline<Traits::kStages> ds_pipeline;
+  Queue queue;
 
   // One thread of the block does it.
-  CUPY_FLASH_DEVICE void init() {
+  CUPY_FLASH_DEVICE void start(const BackwardMaps& maps) {
     constexpr int kWarps = kWarpgroup / kWarpSize;
-    // Warpgroups that read queries, and those that write a tile of dS.
+    // Warpgroups that read queries, those that write a tile of dS, and those that write dK or dV.
     constexpr int kReaders = kByRole ? 2 : Traits::kConsumers;
     constexpr int kWriters = kByRole ? 1 : Traits::kConsumers;
     k_pipeline.init(1, 1);
     v_pipeline.init(1, 1);
+    out_pipeline.init(kReaders * kWarps, 1);
     q_pipeline.init(1, kReaders * kWarps);
     dout_pipeline.init(1, kReaders * kWarps);
     weights.init(kWarps, kWarps);
     ds_pipeline.init(kWriters * kWarps, kWarps);
+    queue.init(Traits::kConsumers * kWarps + 3);  // and the threads of queries, keys and output
     ptx::mbarrier_init_fence();
+    ptx::prefetch(maps.q);
+    ptx::prefetch(maps.k);
+    ptx::prefetch(maps.v);
+    ptx::prefetch(maps.dout);
   }
 };
 

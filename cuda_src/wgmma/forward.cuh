@@ -44,7 +44,7 @@ CUPY_FLASH_DEVICE void forward(const Params<Traits::kBatchAxes>& params, const F
     if (threadIdx.x == 0) load_keys<Traits>(params, maps, shared);
     if (threadIdx.x == kWarpSize) load_values<Traits>(params, maps, shared);
     if (threadIdx.x == 2 * kWarpSize) store_outputs<Traits>(params, maps, shared);
-    if (threadIdx.x == 3 * kWarpSize) plan_work<Traits>(params, shared.queue);
+    if (threadIdx.x == 3 * kWarpSize) plan_work(params, shared.queue);
   } else {
     ptx::registers_increase<kConsumerRegisters<kConsumers>>();
     consume<Traits>(params, shared, group - 1);

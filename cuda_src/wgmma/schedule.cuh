@@ -1,5 +1,6 @@
-// Which queries a block computes next. Blocks stay on their multiprocessor and take one tile after
-// the other, so that a tile's loads overlap the end of the one before.
+// Which rows a block computes next: queries, or keys in the backward pass. Blocks stay on their
+// multiprocessor and take one piece of work after the other, so that its loads overlap the end of
+// the one before.
 #pragma once
 
 #include "mma/masking.cuh"
@@ -19,6 +20,8 @@ struct GroupWork {
 // Queries of one head, and the keys that they see.
 template <class Traits>
 struct Work {
+  static constexpr bool kLastFirst = true;
+
   int row0;  // negative: there is no more work
   int head;
   BatchIndex<Traits::kBatchAxes> batch;
@@ -27,6 +30,13 @@ struct Work {
   Range tiles;  // of keys
   Range whole;  // those all of whose keys are seen by some query, or lie past the end
   GroupWork group[Traits::kConsumers];
+
+  CUPY_FLASH_DEVICE static i64 heads(const Params<Traits::kBatchAxes>& params) {
+    return params.heads_q;
+  }
+  CUPY_FLASH_DEVICE static i64 rows(const Params<Traits::kBatchAxes>& params) {
+    return params.seqlen_q;
+  }
 
   // Made in shared memory, piece by piece: the thread that does it has few registers.
   CUPY_FLASH_DEVICE void describe(const Params<Traits::kBatchAxes>& params, int row_tile,
@@ -60,9 +70,9 @@ struct Work {
   }
 };
 
-// The order of all tiles. Heads come in sections that the L2 cache has room for; in each, the last
-// queries come first, which under a causal mask take longest.
-template <class Traits>
+// The order of all tiles. Heads come in sections that the L2 cache has room for; in each, those
+// tiles come first which under a causal mask take longest: the last queries, the first keys.
+template <class Traits, class Item = Work<Traits>>
 struct Schedule {
   const Params<Traits::kBatchAxes>& params;
   int heads;
@@ -70,17 +80,18 @@ struct Schedule {
 
   CUPY_FLASH_DEVICE explicit Schedule(const Params<Traits::kBatchAxes>& p)
       : params(p),
-        heads(int(batch_size(p) * p.heads_q)),
-        row_tiles(ceil_div(int(p.seqlen_q), Traits::kRows)) {}
+        heads(int(batch_size(p) * Item::heads(p))),
+        row_tiles(ceil_div(int(Item::rows(p)), Traits::kRows)) {}
 
   CUPY_FLASH_DEVICE int count() const { return heads * row_tiles; }
 
-  CUPY_FLASH_DEVICE void describe(Work<Traits>& work, int index) const {
+  CUPY_FLASH_DEVICE void describe(Item& work, int index) const {
     const int section = int(params.section);
     const int first = index / (section * row_tiles) * section;
     const int width = min_of(section, heads - first);
     const int rest = index - first * row_tiles;
-    work.describe(params, row_tiles - 1 - rest / width, first + rest % width);
+    const int place = rest / width;
+    work.describe(params, Item::kLastFirst ? row_tiles - 1 - place : place, first + rest % width);
   }
 
   // The tile that this block takes next: one that no other has claimed yet, if there are more tiles
@@ -113,14 +124,14 @@ struct Schedule {
 };
 
 // From the thread that finds out what is to be done to all others.
-template <class Traits>
+template <class Traits, class Item = Work<Traits>>
 struct WorkQueue {
   // While consumers are at one piece, the next may be loaded, and another be planned. A power of 2,
   // for slot_of.
   static constexpr int kStages = 4;
   using Place = Slot<kStages>;
   Pipeline<kStages> pipeline;
-  Work<Traits> work[kStages];
+  Item work[kStages];
   ptx::Mbarrier wanted;  // a phase for each piece
 
   // One thread of the block does it.
@@ -129,12 +140,12 @@ struct WorkQueue {
     ptx::mbarrier_init(wanted, 1);
   }
 
-  CUPY_FLASH_DEVICE Work<Traits>& acquire(const Place& slot) {
+  CUPY_FLASH_DEVICE Item& acquire(const Place& slot) {
     pipeline.wait_empty(slot);
     return work[slot.stage];
   }
 
-  CUPY_FLASH_DEVICE const Work<Traits>& wait(const Place& slot) {
+  CUPY_FLASH_DEVICE const Item& wait(const Place& slot) {
     pipeline.wait(slot);
     return work[slot.stage];
   }
@@ -145,16 +156,16 @@ struct WorkQueue {
 
 // The thread that finds out what is to be done. It claims a piece only when that is wanted, as late
 // as can be, so that the blocks that are done first get the pieces that are left.
-template <class Traits>
+template <class Traits, class Item>
 CUPY_FLASH_DEVICE void plan_work(const Params<Traits::kBatchAxes>& params,
-                                 WorkQueue<Traits>& queue) {
-  typename WorkQueue<Traits>::Place place;
-  const Schedule<Traits> schedule(params);
+                                 WorkQueue<Traits, Item>& queue) {
+  typename WorkQueue<Traits, Item>::Place place;
+  const Schedule<Traits, Item> schedule(params);
   const int count = schedule.count();
   int parity = 0;
 #pragma unroll 1
   for (int index = blockIdx.x;; index = schedule.claim()) {
-    Work<Traits>& work = queue.acquire(place);
+    Item& work = queue.acquire(place);
     const bool exists = index < count;
     if (exists) {
       schedule.describe(work, index);
