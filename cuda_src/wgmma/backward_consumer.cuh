@@ -228,10 +228,11 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     ptx::hold(flat(ds));
     // Behind the block's last tile, its own terms are read once more and not used: the next block's
     // tile may come only after this block is done.
-    if (n + 1 < end) shared.q_pipeline.wait(slot_of<kStages>(n + 1));
+    if (n + 1 < end) {
+      shared.q_pipeline.release(slot);
+      shared.q_pipeline.wait(slot_of<kStages>(n + 1));
+    }
     if constexpr (!kKeepsFloats) read_minus_delta(min_of(n + 1, end - 1));
-    __syncwarp();  // all lanes have read
-    shared.q_pipeline.release(slot);
 
     dq_to += i64(skipped + 1) * (kColumns * Traits::kDepth);
     skipped = 0;
@@ -247,6 +248,7 @@ CUPY_FLASH_DEVICE void differentiate(const Params<Traits::kBatchAxes>& params,
     begin_dq_in(dq, slot_of<kStages>(end - 1));
     ptx::wgmma_wait<0>();
     ptx::hold(flat<kQ>(dq));
+    shared.q_pipeline.release(slot_of<kStages>(end - 1));
     add_dq<kQ>(dq_to, dq);
   }
   write_gradient(block, values, group_row, dv, 1.0f);

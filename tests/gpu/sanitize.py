@@ -88,6 +88,10 @@ _FORWARD = Case(
     "forward", "bfloat16", sq=203, sk=333, causal=True, window=(90, 7), softcap=3.0,
     alibi="heads", q_lengths=(203, 71), k_lengths=(77, 333), gradients=False,
 )  # fmt: skip
+_BACKWARD = Case(
+    "backward", "bfloat16", sq=203, sk=333, window=(90, 7), q_lengths=(203, 71),
+    k_lengths=(77, 333),
+)  # fmt: skip
 _MANY = Case(
     "many", "float16", (3,), sq=83, sk=150, hq=48, hkv=16, d=40, causal=True,
     gradients=False,
@@ -144,6 +148,10 @@ def grid() -> Iterator[tuple[Case, Config]]:
     for tile in dict.fromkeys(tiles):
         yield replace(_FORWARD, d=tile.depth - 8, dv=tile.depth_v - 8), tile
     yield _MANY, "wgmma"
+    for tile in configs.WGMMA_BACKWARD:
+        size = {"d": tile.depth - 8, "dv": tile.depth_v - 8}
+        yield replace(_BACKWARD, **size), (None, tile)
+        yield replace(_MANY, **size, gradients=True), (None, tile)
 
 
 def first(table: Sequence[MmaRow], dtype: str, head_dim: int) -> configs.MmaTile:

@@ -399,15 +399,20 @@ def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
     """Forward: out and lse. Backward: the gradients, and a number or two for each row.
 
     Where blocks add up dq, also that in float32. A counter where there are more tiles
-    of queries than blocks, which then take the next that is left.
+    than blocks, which then take the next that is left.
     """
     inputs = make(replace(case, batch=(1,), sq=n, sk=n))
     arrays = {name: to_gpu(x) for name, x in inputs.arrays.items()}
     q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
     options = inputs.scalars | arrays | {"config": family}
-    planned = explain(q, k, v, **options).workspace
-    assert len(planned) <= (family == "wgmma")
-    counter = pool_bytes(*(np.empty(1, np.int32) for _ in planned))
+
+    def counter_of(direction: str) -> int:
+        planned = explain(q, k, v, **options, direction=direction).workspace
+        assert direction == "backward" or len(planned) <= (family == "wgmma")
+        counters = [w for w in planned if w.name == "claims"]
+        return pool_bytes(*(np.empty(w.shape, w.dtype) for w in counters))
+
+    counter = counter_of("forward")
     with PeakMemory() as forward:
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
     assert forward.peak == pool_bytes(out, lse) + counter
@@ -415,7 +420,9 @@ def test_memory_is_that_of_the_results(case: Case, n: int, family: str) -> None:
         gradients = run_backward(dout, q, k, v, out, lse, **options)
     # For delta; lse as it is taken by wgmma.
     numbers = 2 if family == "wgmma" else 1
-    workspace = pool_bytes(cp.empty((numbers, *lse.shape), lse.dtype))
+    workspace = counter_of("backward") + pool_bytes(
+        cp.empty((numbers, *lse.shape), lse.dtype)
+    )
     if family != "simt":
         # dq in float32, with as many channels as the tile has room for.
         channels = next(d for d in MMA_DEPTHS if d >= case.d)

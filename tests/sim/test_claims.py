@@ -21,7 +21,7 @@ def claimers(threads: int) -> Probe:
     return Probe(
         f"claims_{threads}", f"""
   struct Traits {{
-    enum : int {{ kBatchAxes = 1, kRows = 1 }};
+    enum : int {{ kBatchAxes = 1, kRows = 1, kConsumers = 1 }};
   }};
   if (at >= {threads}) return;
   Params<1> p = params;
