@@ -60,23 +60,5 @@ CUPY_FLASH_DEVICE void mbarrier_wait(Mbarrier& barrier, int parity) {
       : "memory");
 }
 
-// The same for a thread that is in no hurry: it looks again only after a while, as each look takes
-// shared memory's time.
-CUPY_FLASH_DEVICE void mbarrier_wait_idly(Mbarrier& barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\n"
-      "nanosleep.u32 200;\n"
-      "bra again;\n"
-      "ready:\n"
-      "}"
-      :
-      : "r"(shared_address(&barrier)), "r"(parity)
-      : "memory");
-}
-
 }  // namespace ptx
 }  // namespace cupy_flash

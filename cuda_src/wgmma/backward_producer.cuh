@@ -18,13 +18,13 @@ CUPY_FLASH_DEVICE void load_key_blocks(const Params<Traits::kBatchAxes>& params,
   typename Storage::Queue::Place place;
 #pragma unroll 1
   while (true) {
-    const KeyBlock<Traits>& block = shared.queue.template wait<true>(place);
+    const KeyBlock<Traits>& block = shared.queue.wait(place);
     if (block.row0 < 0) break;
     load_panels(shared.k[slot.stage], maps.k,
-                shared.k_pipeline.template acquire<true>(slot, Storage::TileK::kBytes),
+                shared.k_pipeline.acquire(slot, Storage::TileK::kBytes),
                 Position(params.k_strides, block.batch, block.head), block.row0);
     load_panels(shared.v[slot.stage], maps.v,
-                shared.v_pipeline.template acquire<true>(slot, Storage::TileV::kBytes),
+                shared.v_pipeline.acquire(slot, Storage::TileV::kBytes),
                 Position(params.v_strides, block.batch, block.head), block.row0);
     shared.queue.release(place);
     place.advance();
@@ -82,9 +82,9 @@ CUPY_FLASH_DEVICE void store_gradients(const Params<Traits::kBatchAxes>& params,
   typename Storage::Queue::Place place;
 #pragma unroll 1
   while (true) {
-    const KeyBlock<Traits>& block = shared.queue.template wait<true>(place);
+    const KeyBlock<Traits>& block = shared.queue.wait(place);
     if (block.row0 < 0) break;
-    shared.out_pipeline.template wait<true>(slot);
+    shared.out_pipeline.wait(slot);
     // A box has 64 rows.
 #pragma unroll
     for (int row = 0; row < Traits::kRows; row += kGroupRows) {

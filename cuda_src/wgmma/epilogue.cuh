@@ -73,13 +73,13 @@ CUPY_FLASH_DEVICE void store_outputs(const Params<Traits::kBatchAxes>& params,
   typename WorkQueue<Traits>::Place place;
 #pragma unroll 1
   while (true) {
-    const Work<Traits>& work = shared.queue.template wait<true>(place);
+    const Work<Traits>& work = shared.queue.wait(place);
     if (work.row0 < 0) break;
     const int row0 = work.row0;
     const HeadPosition<Traits::kBatchAxes> at(params.out_strides, work.batch, work.head);
     shared.queue.release(place);
     place.advance();
-    shared.out_pipeline.template wait<true>(slot);
+    shared.out_pipeline.wait(slot);
     store_panels(maps.out, shared.ends.out(slot.stage), at, row0);
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();

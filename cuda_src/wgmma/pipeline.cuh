@@ -50,21 +50,14 @@ struct Pipeline {
   }
 
   // The producer's thread: waits for a free stage and announces the bytes that copies will bring.
-  // kIdly: it is in no hurry.
-  template <bool kIdly = false>
   CUPY_FLASH_DEVICE ptx::Mbarrier& acquire(const Slot<kStages>& slot, int bytes) {
-    wait_empty<kIdly>(slot);
+    wait_empty(slot);
     ptx::mbarrier_arrive_expect(full[slot.stage], bytes);
     return full[slot.stage];
   }
 
-  template <bool kIdly = false>
   CUPY_FLASH_DEVICE void wait_empty(const Slot<kStages>& slot) {
-    if constexpr (kIdly) {
-      ptx::mbarrier_wait_idly(empty[slot.stage], slot.parity ^ 1);
-    } else {
-      ptx::mbarrier_wait(empty[slot.stage], slot.parity ^ 1);
-    }
+    ptx::mbarrier_wait(empty[slot.stage], slot.parity ^ 1);
   }
 
   // The first lane of a warp, or a thread that produces by itself, once it has written to the
@@ -73,13 +66,8 @@ struct Pipeline {
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(full[slot.stage]);
   }
 
-  template <bool kIdly = false>
   CUPY_FLASH_DEVICE void wait(const Slot<kStages>& slot) {
-    if constexpr (kIdly) {
-      ptx::mbarrier_wait_idly(full[slot.stage], slot.parity);
-    } else {
-      ptx::mbarrier_wait(full[slot.stage], slot.parity);
-    }
+    ptx::mbarrier_wait(full[slot.stage], slot.parity);
   }
 
   // A warp, once it has read the stage.

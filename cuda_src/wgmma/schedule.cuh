@@ -141,13 +141,12 @@ struct WorkQueue {
   }
 
   CUPY_FLASH_DEVICE Item& acquire(const Place& slot) {
-    pipeline.template wait_empty<true>(slot);
+    pipeline.wait_empty(slot);
     return work[slot.stage];
   }
 
-  template <bool kIdly = false>
   CUPY_FLASH_DEVICE const Item& wait(const Place& slot) {
-    pipeline.template wait<kIdly>(slot);
+    pipeline.wait(slot);
     return work[slot.stage];
   }
 
@@ -176,7 +175,7 @@ CUPY_FLASH_DEVICE void plan_work(const Params<Traits::kBatchAxes>& params,
     queue.pipeline.publish(place);
     place.advance();
     if (!exists) break;
-    ptx::mbarrier_wait_idly(queue.wanted, parity);
+    ptx::mbarrier_wait(queue.wanted, parity);
     parity ^= 1;
   }
 }

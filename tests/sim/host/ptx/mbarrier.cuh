@@ -30,7 +30,5 @@ inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   sim::wait_for_phase(&barrier.state, parity);
 }
 
-inline void mbarrier_wait_idly(Mbarrier& barrier, int parity) { mbarrier_wait(barrier, parity); }
-
 }  // namespace ptx
 }  // namespace cupy_flash
