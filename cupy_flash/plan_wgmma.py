@@ -30,6 +30,8 @@ _STORED = {"forward": ("out",), "backward": ("dk", "dv")}
 
 _CAPABILITY = 90
 _NVRTC = (12, 9)  # the oldest that the kernels are compiled with in tests
+# 12.9 comes to a segmentation fault on gradients that aren't made by role.
+_NVRTC_GRADIENTS = (13, 0)
 _WIDTH = 16
 _MMA_ROWS = 16
 _GROUP_ROWS = 64
@@ -52,8 +54,7 @@ def refusal(problem: Problem, device: DeviceInfo) -> str:
     if device.compute_capability != _CAPABILITY:
         return "wgmma is for compute capability 9.0"
     if device.nvrtc < _NVRTC:
-        found, needed = (".".join(map(str, v)) for v in (device.nvrtc, _NVRTC))
-        return f"wgmma needs NVRTC {needed} or later, and this is {found}"
+        return f"wgmma needs {_newer(device, _NVRTC)}"
     if problem.dtype.itemsize != 2:
         return f"wgmma has no products of {problem.dtype}"
     for name in ("bias", "mask"):
@@ -99,6 +100,19 @@ def _backward_refusal(problem: Problem) -> str:
     if problem.batch * problem.seqlen_q == 0:
         return "there are no queries to copy"
     return ""
+
+
+def gradients_refusal(tile: WgmmaTile, device: DeviceInfo) -> str:
+    """Return why the kernel of the gradients can't be compiled; empty if it can."""
+    if tile.by_role or device.nvrtc >= _NVRTC_GRADIENTS:
+        return ""
+    return f"tile {tile.name} needs {_newer(device, _NVRTC_GRADIENTS)}"
+
+
+def _newer(device: DeviceInfo, needed: tuple[int, int]) -> str:
+    """Say which NVRTC is needed instead of the present one."""
+    version, present = (".".join(map(str, v)) for v in (needed, device.nvrtc))
+    return f"NVRTC {version} or later, and this is {present}"
 
 
 def needs_copy(operand: Operand) -> bool:
@@ -158,6 +172,9 @@ class WgmmaBuilder(Builder):
         """Plan the backward pass."""
         p = self.problem
         tile = self._backward_tile()
+        refused = gradients_refusal(tile, self.device)
+        if refused:
+            raise DoesNotFit(f"backward: {refused}")
         sums = plan_mma.sums_of_dq(p, tile.columns, tile.depth)
         if plan_mma.sums_take_too_much(p, sums, self.sums, _MOST_SUMS):
             raise DoesNotFit(
