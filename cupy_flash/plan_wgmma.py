@@ -202,7 +202,7 @@ class WgmmaBuilder(Builder):
         self.add_convert_dq(
             MmaTile(_MMA_ROWS, _MMA_ROWS, tile.depth, tile.depth, warps=1), sums
         )
-        # The order of wgmma/backward_storage.cuh. A consumer stores its own 64 keys.
+        # The order of wgmma/backward_storage.cuh. What is stored at a time has 64 keys.
         self._add_maps(
             {
                 "q": tile.columns, "k": tile.rows, "v": tile.rows,
