@@ -75,8 +75,8 @@ WGMMA_BACKWARD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"window": (3, 3)},
 )
-# The oldest NVRTC that some kernels are planned for.
-NVRTC = (12, 9)
+# The oldest NVRTC that some kernels are planned for, and that all are.
+NVRTC, NVRTC_FOR_ALL = (12, 9), (13, 0)
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def wgmma_backward_specs(
     arrays = {"q": q, "k": q, "v": v, "out": v, "dout": v}
     arrays["lse"] = info(1, 129, dtype=FLOAT32)
     problem = make_problem(arrays, Options("backward", config="wgmma", **options))
-    if plan_wgmma.refusal(problem, gpu):
+    if plan_wgmma.refusal(problem, gpu) or plan_wgmma.gradients_refusal(tile, gpu):
         return
     problem = dataclasses.replace(problem, config=tile)
     yield from (step.spec for step in make_plan(problem, gpu).steps)
@@ -348,12 +348,11 @@ def wgmma_cases_for(capability: int) -> list[Case]:
     return [Case(spec, capability) for spec in dict.fromkeys(specs)]
 
 
-def wgmma_gradient_cases_for(capability: int) -> list[Case]:
-    """Return the kernels of the gradients of `wgmma`, and the passes around them.
-
-    They aren't in the record yet, only in the tests.
-    """
-    gpu = dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=NVRTC)
+def wgmma_gradient_cases_for(
+    capability: int, nvrtc: tuple[int, int] = NVRTC_FOR_ALL
+) -> list[Case]:
+    """Return the kernels of the gradients of `wgmma`, and the passes around them."""
+    gpu = dataclasses.replace(hypothetical(f"sm_{capability}"), nvrtc=nvrtc)
     half, other = HALVES[::-1]
     specs: list[KernelSpec] = []
     for tile in configs.WGMMA_BACKWARD:
@@ -363,11 +362,11 @@ def wgmma_gradient_cases_for(capability: int) -> list[Case]:
     return [Case(spec, capability) for spec in dict.fromkeys(specs)]
 
 
-def cases_for(capability: int) -> list[Case]:
+def cases_for(capability: int, nvrtc: tuple[int, int] = NVRTC_FOR_ALL) -> list[Case]:
     """Return each tile that a GPU gets with no option and with all, and the passes."""
     return [
         *simt_cases_for(capability), *mma_cases_for(capability),
-        *wgmma_cases_for(capability),
+        *wgmma_cases_for(capability), *wgmma_gradient_cases_for(capability, nvrtc),
     ]  # fmt: skip
 
 
@@ -458,7 +457,7 @@ def compile_all(capabilities: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Compile for some GPUs with the present NVRTC, and yield a row for each."""
     with pool() as workers:
         for capability in capabilities:
-            cases = cases_for(capability)
+            cases = cases_for(capability, compiler.nvrtc_version())
             folders = itertools.repeat(kept_in())
             yield row_of(capability, list(workers.map(build, cases, folders)))
 

@@ -44,8 +44,13 @@ MOST_OF_WGMMA = 32
 REGISTERS = 256
 # Stages of `wgmma` beyond which the loads aren't what is waited for.
 STAGES = 4
-# Queries that its gradients can take at a time.
+# Queries that its gradients can take at a time, and what the channels of their tiles by
+# role are a multiple of.
 BACKWARD_COLUMNS = (64, 128)
+ROLE_CHANNELS = 64
+# The kernels with most of a tile's products. Where the sums of dq would take too much,
+# dq has a kernel of its own.
+MAIN_KERNELS = ("forward", "backward", "backward_by_role", "backward_dkdv")
 # Its elements have two bytes, whichever of the two dtypes it is.
 HALF = np.dtype(np.float16)
 # Further tiles worth measuring with their largest head, whatever the table has.
@@ -95,9 +100,7 @@ def chosen(case: Case, gpu: DeviceInfo, family: str) -> Tile | None:
         plan = planned(case, gpu, family, case.direction).plan(gpu)
     except ValueError:
         return None
-    # Where the sums of dq would take too much, it has a kernel of its own.
-    kernels = ("forward", "backward", "backward_dkdv")
-    (tile,) = (s.spec.tile for s in plan.steps if s.spec.kernel in kernels)
+    (tile,) = (s.spec.tile for s in plan.steps if s.spec.kernel in MAIN_KERNELS)
     return tile
 
 
@@ -273,7 +276,7 @@ def wgmma_candidates(case: Case, gpu: DeviceInfo) -> list[WgmmaTile]:
     if case.direction == "forward":
         others = [*wgmma_of_table(case), *wgmma_neighbours(base, gpu)]
     else:
-        others = list(wgmma_backward_neighbours(base))
+        others = list(wgmma_backward_neighbours(base, case))
     found = dict.fromkeys([base, *others])
     kept = [tile for tile in found if tile == base or wgmma_sensible(tile, case, gpu)]
     return kept[:MOST_OF_WGMMA]
@@ -295,13 +298,20 @@ def wgmma_of_table(case: Case) -> list[WgmmaTile]:
     ]
 
 
-def wgmma_backward_neighbours(tile: WgmmaTile) -> Iterator[WgmmaTile]:
-    """Yield tiles of the gradients that take other numbers of queries at a time.
+def wgmma_backward_neighbours(tile: WgmmaTile, case: Case) -> Iterator[WgmmaTile]:
+    """Yield tiles of the gradients: other numbers of queries, then the one by role.
 
-    There are no others: consumers and stages are always two.
+    That has 64 queries and no more channels than the head needs. There are no others:
+    consumers and stages are the same in all tiles of a kind.
     """
-    for columns in BACKWARD_COLUMNS:
-        yield dataclasses.replace(tile, columns=columns)
+    if not tile.by_role:
+        for columns in BACKWARD_COLUMNS:
+            yield dataclasses.replace(tile, columns=columns)
+    depth, depth_v = (
+        -(-size // ROLE_CHANNELS) * ROLE_CHANNELS
+        for size in (case.head_dim, case.head_dim_v)
+    )
+    yield WgmmaTile(3, 64, depth, depth_v, by_role=True)
 
 
 def wgmma_neighbours(tile: WgmmaTile, gpu: DeviceInfo) -> Iterator[WgmmaTile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -73,7 +74,8 @@ def executable(spec: KernelSpec, capability: int, sources: Path | None = None) -
     sources = source_root() if sources is None else sources
     text = source(spec)
     flags = (*_FLAGS, f"-DSIM_CAPABILITY={capability}")
-    key = _hash(repr((flags, _RUNTIME_FLAGS)), text, _digest(HOST), _digest(sources))
+    parts = (_digest(HOST), _digest_of_includes(spec.header, sources))
+    key = _hash(repr((flags, _RUNTIME_FLAGS)), text, *parts)
     path = cache() / key
     if not path.exists():
         header, objects = _common()
@@ -145,3 +147,22 @@ def _digest(folder: Path) -> str:
         if path.is_file():
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+@functools.cache
+def _digest_of_includes(header: str, sources: Path) -> str:
+    """Return a hash of a header and all that it includes, found as the compiler does.
+
+    A change of other sources renews nothing.
+    """
+    texts: dict[str, str] = {}
+    todo = [header]
+    while todo:
+        name = todo.pop()
+        if name in texts:
+            continue
+        paths = (folder / name for folder in (HOST, sources))
+        path = next((path for path in paths if path.is_file()), None)
+        texts[name] = "" if path is None else path.read_text(encoding="utf-8")
+        todo += re.findall(r'^#include "(.+)"', texts[name], re.MULTILINE)
+    return _hash(*(f"{name}\0{texts[name]}" for name in sorted(texts)))

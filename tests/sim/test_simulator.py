@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cupy_flash.compiler import source_root
+
+from .build import _digest_of_includes
 from .device import SimDevice, SimulationError
 from .probe import Array, Map, Probe, to_halves, widen
-from .running import gpu, mirror
+from .running import changed_sources, gpu, mirror
 
 _PLAIN = Probe(
     "plain", "", lambda random: (np.arange(64, dtype=np.float32),),
@@ -309,3 +313,25 @@ def test_registers_that_there_are(loader: int, report: str) -> None:
         return
     with pytest.raises(SimulationError, match=report):
         probe.run(SimDevice(gpu("sm_90")), [])
+
+
+# --- What is compiled anew ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "renewed"),
+    [
+        ("wgmma/panels.cuh", {"wgmma/forward.cuh"}),
+        ("common/seqlen.cuh", {"wgmma/forward.cuh", "passes/delta.cuh"}),
+        ("ptx/mbarrier.cuh", set()),  # which the simulator has in place of it
+    ],
+)
+def test_a_change_renews_what_includes_it(
+    tmp_path: Path, file: str, renewed: set[str]
+) -> None:
+    sources = changed_sources(tmp_path, file, ("#pragma once", "#pragma once  //"))
+    for header in ("wgmma/forward.cuh", "passes/delta.cuh"):
+        before, after = (
+            _digest_of_includes(header, folder) for folder in (source_root(), sources)
+        )
+        assert (before != after) == (header in renewed)

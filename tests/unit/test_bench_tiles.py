@@ -62,9 +62,7 @@ def tile_by_itself(
         except ValueError:
             continue
         return next(
-            step.spec.tile
-            for step in steps
-            if step.spec.kernel in ("forward", "backward", "backward_dkdv")
+            step.spec.tile for step in steps if step.spec.kernel in tiles.MAIN_KERNELS
         )
 
 
@@ -175,7 +173,7 @@ def families_of(case: Case) -> set[str]:
 
 
 def test_where_wgmma_has_candidates() -> None:
-    """Forward always; backward up to 128 channels, if not for a few queries alone."""
+    """Forward always; backward if not for a few queries alone."""
     found = {
         (case.direction, case.head_dim, case.seqlen)
         for case in CASES
@@ -186,7 +184,7 @@ def test_where_wgmma_has_candidates() -> None:
     }
     assert {(d, n) for direction, d, n in found if direction == "backward"} == {
         (32, 4096), (64, 4096), (64, 512), (64, 64), (128, 4096), (128, 512),
-        (128, 64),
+        (128, 64), (256, 4096), (256, 512), (256, 64),
     }  # fmt: skip
     assert {d for direction, d, _ in found if direction == "forward"} == {
         32, 64, 128, 256,
@@ -196,9 +194,9 @@ def test_where_wgmma_has_candidates() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("depth", "columns"), [(64, [128]), (128, [64])])
 def test_backward_tiles_of_wgmma(depth: int, columns: list[int], causal: bool) -> None:
-    """All that have registers enough: 64 or 128 queries, and nothing else."""
+    """All that have registers enough: 64 or 128 queries; and the one by role."""
     case = square("x", "bfloat16", 4, 4096, 16, depth, causal, "backward")
-    found = wgmma_candidates(case, LARGEST)
+    *found, other = wgmma_candidates(case, LARGEST)
     assert found[0] == tile_by_itself(case, families=("wgmma",))
     assert found[0] in WGMMA_BACKWARD
     possible = [
@@ -207,10 +205,40 @@ def test_backward_tiles_of_wgmma(depth: int, columns: list[int], causal: bool) -
         if not (tile := WgmmaTile(2, n, depth, depth)).backward_fault
     ]
     assert found == possible and [tile.columns for tile in found] == columns
+    assert other == WgmmaTile(3, 64, depth, depth, by_role=True)
     # What is measured is what a plan asked for it has, with all that goes before it.
     specs = kernels([case], LARGEST)
     assert [s.tile for s in specs if s.kernel == "backward"] == found
+    assert [s.tile for s in specs if s.kernel == "backward_by_role"] == [other]
     assert {"forward", "backward_terms", "convert_dq"} < {s.kernel for s in specs}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "depths"),
+    [(256, 256, [(256, 256)]), (192, 192, [(192, 192)]), (192, 128, [(192, 128)]),
+     (200, 72, [(256, 256), (256, 128)]), (72, 136, [(192, 192), (128, 192)]),
+     (72, 40, [(128, 64)])],
+)  # fmt: skip
+def test_tiles_by_role(
+    head_dim: int, head_dim_v: int, depths: list[tuple[int, int]]
+) -> None:
+    """The one in use, and one that holds no more channels than it must."""
+    case = square("x", "bfloat16", 4, 4096, 8, head_dim, True, "backward")
+    case = dataclasses.replace(case, head_dim_v=head_dim_v)
+    found = [tile for tile in wgmma_candidates(case, LARGEST) if tile.by_role]
+    assert [(tile.depth, tile.depth_v) for tile in found] == depths
+    large = max(head_dim, head_dim_v) > 128
+    assert (found[0] in WGMMA_BACKWARD) == large
+    assert (found == wgmma_candidates(case, LARGEST)) == large
+    for tile in found:
+        assert wgmma_sensible(tile, case, LARGEST)
+        for change in ({"stages": 3}, {"consumers": 2}, {"depth": 80}):
+            other = dataclasses.replace(tile, **change)
+            assert not wgmma_sensible(other, case, LARGEST)
+    specs = kernels([case], LARGEST)
+    assert [s.tile for s in specs if s.kernel == "backward_by_role"] == found
+    forward = dataclasses.replace(case, direction="forward")
+    assert not any(tile.by_role for tile in wgmma_candidates(forward, LARGEST))
 
 
 def test_backward_tiles_of_wgmma_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +246,7 @@ def test_backward_tiles_of_wgmma_are_varied(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(WgmmaTile, "backward_fault", "")
     for depth, columns in ((64, [128, 64]), (128, [64, 128])):
         case = square("x", "bfloat16", 4, 4096, 16, depth, True, "backward")
-        found = wgmma_candidates(case, LARGEST)
+        found = [t for t in wgmma_candidates(case, LARGEST) if not t.by_role]
         # Two stages of 128 queries with 128 channels have no room.
         room = [n for n in columns if n == 64 or depth == 64]
         assert [tile.columns for tile in found] == room
@@ -283,12 +311,13 @@ def test_a_family_can_be_asked_for(family: str, direction: str) -> None:
     assert first.config.family == "wgmma"
     assert [peer.config for peer in others] == found
     specs = kernels([case], LARGEST, family)
-    main = ("backward", "backward_dkdv") if direction == "backward" else ("forward",)
+    main = {k for k in tiles.MAIN_KERNELS if k.startswith(direction)}
     made = {spec.tile for spec in specs if spec.kernel in main}
     assert made == {first.config, *found}
     larger = dataclasses.replace(case, head_dim=256, head_dim_v=256)
-    without = (family, direction) == ("wgmma", "backward")
-    assert bool(candidates(larger, LARGEST, family)) != without
+    assert candidates(larger, LARGEST, family)
+    too_large = dataclasses.replace(case, head_dim=264, head_dim_v=264)
+    assert bool(candidates(too_large, LARGEST, family)) == (family == "simt")
 
 
 def test_other_gpus_have_no_tiles_of_wgmma() -> None:

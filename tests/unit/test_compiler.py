@@ -76,6 +76,10 @@ KERNELS = {
         )
         for kernel, threads in (("backward", 384), ("backward_terms", PASS_THREADS))
     },
+    "wgmma_backward_by_role": KernelSpec(
+        "wgmma", "backward_by_role", FLOAT16, Variant(),
+        WgmmaTile(3, 64, 64, 64, by_role=True), 512, 1,
+    ),
 }  # fmt: skip
 
 
@@ -275,6 +279,7 @@ def test_a_size_that_disagrees_is_an_error(sources: Path) -> None:
         ("wgmma_forward", "wgmma/panels.cuh", "Element data[kCount"),
         ("wgmma_backward", "wgmma/panels.cuh", "Element data[kCount"),
         ("wgmma_backward", "wgmma/backward_storage.cuh", "Terms terms[Traits"),
+        ("wgmma_backward_by_role", "wgmma/backward_storage.cuh", "TileO dout[Traits"),
     ]
     + [
         (name, "mma/tile.cuh", "Element data[kRows")

@@ -347,7 +347,9 @@ def check_backward(
     if family == "mma" and not extra.get("deterministic"):
         kernels = ["delta", "backward", "convert_dq"]
     if family == "wgmma":
-        kernels = ["backward_terms", "backward", "convert_dq"]
+        large = max(like.arrays[name].shape[-1] for name in ("q", "v")) > 128
+        made_by = "backward_by_role" if large else "backward"
+        kernels = ["backward_terms", made_by, "convert_dq"]
     if extra.get("bias_grad"):
         expected.append("dbias")
         kernels.append("backward_dbias")
@@ -364,7 +366,7 @@ def check_backward(
         arrays[name] = result
     for found in device.launches:
         check_launch(found, arrays, like, family)
-        made = kernels[1] == "backward"
+        made = kernels[1] in ("backward", "backward_by_role")
         assert (found.fields["dq_sums"] != 0) == made
         assert (found.fields["row_terms"] != 0) == (family == "wgmma")
         q = canonical("q", like.arrays["q"], like)
@@ -801,6 +803,21 @@ def test_tiles_are_claimed_from_a_counter() -> None:
         assert (fields["claims"] == 0) != many
         assert (fields["first_claim"] == 0) != many
         assert len(device.temporaries) == many and not device.cleared
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_keys_are_claimed_from_a_counter(d: int) -> None:
+    """Of the gradients, whose other kernels have no use for it."""
+    device = RecordingDevice(GPUS["wgmma"])
+    for sk in (1000, 20000):
+        check_backward(device, example(sk=sk, d=d, dv=d, dtype=DTYPES["fp16"]))
+        terms, made, _ = device.launches
+        fields, many = made.fields, sk == 20000
+        assert terms.spec.family == made.spec.family == "wgmma"
+        assert (int(fields["claims"]) in made.live) == many
+        assert (fields["claims"] == 0) != many
+        assert (fields["first_claim"] == 0) != many
+        assert not device.cleared
 
 
 def test_no_two_launches_count_the_same_numbers() -> None:

@@ -483,9 +483,7 @@ def test_atomics_do_not_add_but_in_one_place() -> None:
         if re.search(r"\b(red|bulk_reduce)_add", code):
             adders.add(header_name(path))
     instructions = {"ptx/reduce.cuh", "ptx/tensor_map.cuh"}
-    assert adders == {
-        *instructions, "mma/dq_sums.cuh", "wgmma/backward_consumer.cuh"
-    }  # fmt: skip
+    assert adders == {*instructions, "mma/dq_sums.cuh", "wgmma/backward_steps.cuh"}
 
 
 def test_no_names_of_the_cuda_toolkit() -> None:

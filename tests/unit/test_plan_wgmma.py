@@ -143,10 +143,10 @@ REFUSED = {
         HOPPER, BACKWARD | {"arrays": MASK}, "reads no mask array yet",
     ),
     "head_dim of gradients": (
-        HOPPER, BACKWARD | {"d": 129, "dv": 8}, "head sizes of up to 128",
+        HOPPER, BACKWARD | {"d": 257, "dv": 8}, "head sizes of up to 256",
     ),
     "head_dim_v of gradients": (
-        HOPPER, BACKWARD | {"d": 8, "dv": 136}, "head sizes of up to 128",
+        HOPPER, BACKWARD | {"d": 8, "dv": 264}, "head sizes of up to 256",
     ),
     "no keys of gradients": (HOPPER, BACKWARD | {"sk": 0}, "no keys"),
     "no queries": (HOPPER, BACKWARD | {"sq": 0}, "no queries"),
@@ -526,7 +526,7 @@ def test_names_of_tiles() -> None:
     assert (tile.rows, tile.threads, tile.blocks) == (128, 384, 1)
     changes = {
         "consumers": 3, "columns": 32, "depth": 96, "depth_v": 64, "stages": 2,
-        "ping_pong": False,
+        "ping_pong": False, "by_role": True,
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(WgmmaTile)}
     others = {dataclasses.replace(tile, **{n: v}).name for n, v in changes.items()}
@@ -930,9 +930,19 @@ def test_explain_names_family_tile_and_copies() -> None:
     text = str(explain(v, v, v, direction="backward", causal=True, device="sm_90"))
     for fact in (
         "family: wgmma", "kernel: backward_terms_wgmma_fp16_128x128d64v64_2s, ",
-        "kernel: backward_wgmma_fp16_128x128d64v64_2s_right, 192 blocks of 384 threads",
+        "kernel: backward_wgmma_fp16_128x128d64v64_2s_right, 132 blocks of 384 threads",
         "kernel: convert_dq_mma_fp16_", "workspace: row_terms (2, 4, 24, 2, 128) fl",
+        "workspace: claims (1,) uint64",
         "why: backward: tile 128x128d64v64_2s", "its blocks add to dq by atomics",
+    ):  # fmt: skip
+        assert fact in text, fact
+    v = zeros(1, 300, 4, 256, dtype=np.float16)
+    text = str(explain(v, v, v, direction="backward", causal=True, device="sm_90"))
+    for fact in (
+        "family: wgmma", "kernel: backward_terms_wgmma_fp16_64x64d256v256_2sr, ",
+        "kernel: backward_by_role_wgmma_fp16_64x64d256v256_2sr_right, "
+        "20 blocks of 512 threads",
+        "why: backward: tile 64x64d256v256_2sr",
     ):  # fmt: skip
         assert fact in text, fact
 

@@ -71,6 +71,11 @@ def test_tiles_of_long_sequences_are_run_too(specs: list[KernelSpec]) -> None:
     assert len({tile.depth for kernel, tile in tiles if kernel == "forward"}) == 3
 
 
+def test_each_tile_of_the_gradients_of_wgmma_is_run(specs: list[KernelSpec]) -> None:
+    tiles = {s.tile for s in specs if s.kernel in ("backward", "backward_by_role")}
+    assert set(configs.WGMMA_BACKWARD) <= tiles
+
+
 def test_a_family_that_can_not_be_had_is_left_out() -> None:
     """bfloat16 and the wider types, which Turing's tensor cores don't have."""
     specs = kernels("sm_75")

@@ -27,7 +27,7 @@ from cupy_flash.configs import (
     WGMMA_FORWARD,
     WgmmaTile,
 )
-from cupy_flash.plan_wgmma import _NVRTC
+from cupy_flash.plan_wgmma import _NVRTC, _NVRTC_GRADIENTS
 from cupy_flash.spec import KernelSpec
 from cupy_flash.tiles import _HOPPER_REGISTERS
 from cupy_flash.variant import Variant
@@ -42,6 +42,13 @@ BUDGET = {
     for consumers, registers in _HOPPER_REGISTERS.items()
 }
 BACKWARD_BUDGET = (240, 24)  # those of backward.cuh
+# Of the warpgroups that each make other products: those of backward_by_role.cuh.
+ROLES = {"values": 208, "keys": 216, "queries": 64, "supply": 24}
+# Bytes that the threads which supply the gradients may spill, as they have the fewest
+# registers that there can be: they plan a block's keys while others are computed.
+SUPPLY_SPILL = 96
+# What adds a lane's part of dQ, by fours.
+ADDITION = r"REDG\.E\.ADD\.F32x4\."
 # ptxas makes products wait that could overlap, for one reason or another. The first two
 # are about registers, and C7519 is harmless: it only names a wait.
 SERIALISED = {7507, 7508, *range(7510, 7519), 7520}
@@ -71,10 +78,11 @@ def kernels() -> Iterator[KernelSpec]:
 def backward_kernels() -> Iterator[KernelSpec]:
     """Yield each tile with bfloat16 in all its variants, and once with float16."""
     for tile in WGMMA_BACKWARD:
+        kernel = "backward_by_role" if tile.by_role else "backward"
         for dtype, variant in (
             (BF16, PLAIN), (BF16, CAUSAL), (BF16, WINDOW), (FP16, CAUSAL)
         ):  # fmt: skip
-            yield KernelSpec("wgmma", "backward", dtype, variant, tile, tile.threads, 1)
+            yield KernelSpec("wgmma", kernel, dtype, variant, tile, tile.threads, 1)
 
 
 def test_the_head_sizes_that_are_looked_at() -> None:
@@ -92,8 +100,10 @@ def compiled(spec: KernelSpec) -> compiler.Image:
     return compiler._compile(source, spec.symbol, flags, suffix)
 
 
-def check_log(log: str) -> None:
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+def check_log(log: str, spill: int = 0) -> None:
+    """At most so many bytes are spilled, and no products wait for each other."""
+    found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    assert found is not None and max(map(int, found.groups())) <= spill, log
     warnings = {int(number) for number in re.findall(r"\bC(75\d\d)\b", log)}
     assert not warnings & SERIALISED, log
     assert "setmaxnreg ignored" not in log
@@ -155,6 +165,15 @@ class Code:
     def count(self, pattern: str, begin: int, end: int) -> int:
         """Return how many instructions of a name there are from a place to another."""
         return sum(begin <= n < end for n in self.positions(pattern))
+
+    def parts(self) -> dict[int, Code]:
+        """Return the code of each warpgroup, by the registers that it asks for."""
+        found = {}
+        for start in self.positions("USETMAXREG"):
+            number = re.search(r"\b0x[0-9a-f]+", self.instructions[start].text)
+            own = [self.instructions[n] for n in sorted(self.reachable(start))]
+            found[int(number[0], 16)] = Code(own, {})
+        return found
 
     def reachable(self, start: int) -> set[int]:
         """Return where a thread may come from a place on."""
@@ -262,22 +281,77 @@ def check_backward_products(code: Code, tile: WgmmaTile) -> None:
     assert code.count(r"MUFU\.EX2", of_logits, end_of_loop) == exponentials
     assert len(code.positions(r"STSM\.16\.MT88\.4")) == of_columns
     assert code.count(r"STSM", 0, end_of_loop) == of_columns
-    additions = r"REDG\.E\.ADD\.F32x4\."
-    assert code.count(additions, 0, end_of_loop) == of_dq // 8
-    assert code.count(additions, last, len(code.instructions)) == of_dq // 8
-    assert len(code.positions("REDG|ATOM")) == 2 * of_dq // 8
+    assert code.count(ADDITION, 0, end_of_loop) == of_dq // 8
+    assert code.count(ADDITION, last, len(code.instructions)) == of_dq // 8
+    assert len(code.positions("REDG")) == 2 * of_dq // 8
 
 
-def code_of(spec: KernelSpec, folder: Path) -> Code:
+def check_supply(code: Code, supply: int) -> None:
+    """The threads that supply the others alone claim keys, and use local memory."""
+    parts = code.parts()
+    assert code.positions("ATOM")
+    for pattern in ("ATOM", "LDL|STL"):
+        found = {n: len(part.positions(pattern)) for n, part in parts.items()}
+        assert found == dict.fromkeys(parts, 0) | {supply: len(code.positions(pattern))}
+    assert not parts[supply].positions(r"HGMMA|REDG|STSM|MUFU\.EX2")
+
+
+def check_roles(code: Code, tile: WgmmaTile) -> None:
+    """Each warpgroup makes its own products, those of the next tile behind the sums."""
+    parts = code.parts()
+    assert len(code.positions("USETMAXREG")) == len(ROLES)
+    assert set(parts) == set(ROLES.values())
+    for registers, part in parts.items():
+        assert max(n for x in part.instructions for n in x.registers) < registers
+    values, keys, queries, _ = (parts[registers] for registers in ROLES.values())
+    of_tile = tile.rows // 16  # products along the queries, or keys, of a tile
+    # S or dP; behind the sums, in halves if there are many channels, that of the next.
+    for part, along, channels in (
+        (values, tile.depth, tile.depth_v), (keys, tile.depth_v, tile.depth)
+    ):  # fmt: skip
+        halves = 2 if channels > 192 else 1
+        ahead = [tile.columns] * (along // 16)
+        sums = [channels // halves] * halves * of_tile
+        assert shapes(part) == ahead + [0] + sums + ahead + [0]
+    assert shapes(queries) == ([64] * of_tile + [0]) * (tile.depth // 64)
+    # P between the waits of those who make it, dS between those of the others.
+    for part, pattern, count in (
+        (values, r"MUFU\.EX2", tile.columns // 2), (keys, r"STSM\.16\.MT88\.4", of_tile)
+    ):  # fmt: skip
+        begin, end = part.positions(r"WARPGROUP\.DEPBAR")
+        assert part.count(pattern, begin, end) == count
+        assert len(code.positions(pattern)) == count
+    waits = [*queries.positions(r"WARPGROUP\.DEPBAR"), len(queries.instructions)]
+    for begin, end in itertools.pairwise(waits):
+        assert queries.count(ADDITION, begin, end) == tile.columns // 8
+    assert len(code.positions("REDG")) == tile.depth // 8
+
+
+def shapes(code: Code) -> list[int]:
+    """Return the columns of the products in their order; 0 is a wait for all."""
+    found = []
+    for instruction in code.instructions:
+        shape = re.match(r"HGMMA\.64x(\d+)x16\.", instruction.name)
+        if shape is not None:
+            found.append(int(shape[1]))
+        elif instruction.name.startswith("WARPGROUP.DEPBAR"):
+            assert instruction.text.rpartition(", ")[2].strip() == "0x0"
+            found.append(0)
+    return found
+
+
+def code_of(
+    spec: KernelSpec, folder: Path, oldest: tuple[int, int] = _NVRTC, spill: int = 0
+) -> Code:
     """Compile a kernel, look at what ptxas says, and return the instructions."""
-    if compiler.nvrtc_version() < _NVRTC:
-        pytest.skip("this NVRTC compiles no kernels of wgmma")
+    if compiler.nvrtc_version() < oldest:
+        pytest.skip("this NVRTC doesn't compile the kernel")
     image = compiled(spec)
-    check_log(image.log)
+    check_log(image.log, spill)
     if nvdisasm() is None:
         pytest.skip("no nvdisasm; what ptxas says is as it should be")
     code = disassembled(image.code, folder)
-    assert not code.positions(r"LDL|STL"), "local memory"
+    assert spill or not code.positions(r"LDL|STL"), "local memory"
     return code
 
 
@@ -288,8 +362,30 @@ def test_machine_code(spec: KernelSpec, tmp_path: Path) -> None:
     check_products(code, spec.tile)
 
 
-@pytest.mark.parametrize("spec", list(backward_kernels()), ids=lambda spec: spec.symbol)
+def gradients(*, by_role: bool) -> pytest.MarkDecorator:
+    """Run a test with each kernel of the gradients that is made so."""
+    specs = [spec for spec in backward_kernels() if spec.tile.by_role == by_role]
+    return pytest.mark.parametrize("spec", specs, ids=lambda spec: spec.symbol)
+
+
+@gradients(by_role=False)
 def test_machine_code_of_gradients(spec: KernelSpec, tmp_path: Path) -> None:
-    code = code_of(spec, tmp_path)
+    code = code_of(spec, tmp_path, _NVRTC_GRADIENTS, SUPPLY_SPILL)
     check_registers(code, BACKWARD_BUDGET)
+    check_supply(code, BACKWARD_BUDGET[1])
     check_backward_products(code, spec.tile)
+
+
+@gradients(by_role=True)
+def test_machine_code_by_role(spec: KernelSpec, tmp_path: Path) -> None:
+    code = code_of(spec, tmp_path, spill=SUPPLY_SPILL)
+    check_supply(code, ROLES["supply"])
+    check_roles(code, spec.tile)
+
+
+def test_registers_by_role_are_those_of_the_launch() -> None:
+    """None is left over, and none is waited for."""
+    for tile in WGMMA_BACKWARD:
+        if tile.by_role:
+            most = 65536 // tile.threads // 8 * 8
+            assert sum(ROLES.values()) * 128 == most * tile.threads
