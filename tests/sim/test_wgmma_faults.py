@@ -184,7 +184,7 @@ FAULTS = (
     Fault("the first claim counts as two", "schedule.cuh",
           "own, params.first_claim + 1)", "own, params.first_claim + 2)"),
     Fault("rows of another tile", "schedule.cuh",
-          "work.describe(params, row_tiles - 1 - rest / width,", "work.describe(params, row_tiles - rest / width,",
+          "Item::kLastFirst ? row_tiles - 1 - place :", "Item::kLastFirst ? row_tiles - place :",
           case=_PLAIN),
     Fault("K of another head", "producer.cuh",
           "k_at(params.k_strides, work.batch,\n                                                work.head / heads_per_kv);",
